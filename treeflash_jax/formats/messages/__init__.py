@@ -4,17 +4,16 @@ They do not depend on a server's protocol: answers are read as parts, and constr
 list a subclass of `message_format.MessageFormat` in FORMATS, or insert it in a program: `FORMATS.insert(0, Mine)`.
 """
 
-from typing import Any
-
 from treeflash_jax.formats.messages.gemma import Gemma
 from treeflash_jax.formats.messages.harmony import Harmony
 from treeflash_jax.formats.messages.message_format import MessageFormat
 from treeflash_jax.formats.messages.tagged_messages import TaggedMessages
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 FORMATS: list[type[MessageFormat]] = [Harmony, Gemma, TaggedMessages]  # the first that fits a template; the last fits all
 
 
-def find_format(tokenizer: Any) -> MessageFormat:
+def find_format(tokenizer: Tokenizer) -> MessageFormat:
     """Returns the form in which the model of a tokenizer writes its answers, by its chat template."""
     template = str(tokenizer.inner.chat_template or "")
     return next(kind for kind in FORMATS if kind.fits(template))(tokenizer, template)

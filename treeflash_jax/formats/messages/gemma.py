@@ -8,7 +8,6 @@ Source: Google, "Gemma 4 prompt formatting" and "Function calling with Gemma 4".
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import (
@@ -25,6 +24,7 @@ from treeflash_jax.formats.messages.message_format import (
     make_call,
     parse_value,
 )
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 TURN, CHANNEL, CALL = ("<|turn>", "<turn|>"), ("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>")
 RESPONSE, QUOTE = ("<|tool_response>", "<tool_response|>"), '<|"|>'
@@ -45,7 +45,7 @@ class Gemma(MessageFormat):
     stop_names = (TURN[1], RESPONSE[0])
     thoughts_key = "reasoning"
 
-    def __init__(self, tokenizer: Any, template: str):
+    def __init__(self, tokenizer: Tokenizer, template: str):
         super().__init__(tokenizer, template)
         self.writes_calls = CALL[0] in template
 
@@ -79,7 +79,7 @@ class GemmaReader(TokenReader):
     A call that does not parse, or does not end, is content, and so are all calls if there are no functions.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], functions: Sequence[Function], stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], functions: Sequence[Function], stop: Sequence[str]):
         super().__init__(tokenizer, (TURN[0], *CHANNEL, *CALL), stop)
         self._functions = functions
         turns = [at for at, id in enumerate(prompt_ids) if self._markers.get(id) == TURN[0]]

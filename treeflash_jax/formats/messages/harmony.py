@@ -6,7 +6,6 @@ commentary, a recipient to=functions.NAME and <|call|>. Source: OpenAI, "OpenAI 
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import (
@@ -21,6 +20,7 @@ from treeflash_jax.formats.messages.message_format import (
     TokenReader,
     make_call,
 )
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL_END, RETURN = "<|call|>", "<|return|>"
@@ -73,7 +73,7 @@ class Harmony(MessageFormat):
 class HarmonyReader(TokenReader):
     """Reads channels token by token; a message that the prompt has begun belongs to the answer."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]):
         super().__init__(tokenizer, (START, MESSAGE, *ENDS), stop)
         self._header: list[int] | None = None  # its tokens; None inside a message
         self._channel, self._recipient = "final", None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from treeflash_jax.core.checks import parse_json
 from treeflash_jax.formats.answer_text import AnswerText
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as JSON's \\ud800 gives it: no UTF-8 has it
 Tag = Mapping[str, Any]  # a structural tag, see constraints
@@ -99,12 +100,11 @@ class TokenReader(MessageReader):
     """Reads an answer token by token, in forms whose parts are delimited by special tokens.
 
     Args:
-      tokenizer: a `Tokenizer`.
       marker_names: names of the special tokens that delimit parts.
       stop: stop strings of the answer.
     """
 
-    def __init__(self, tokenizer: Any, marker_names: Collection[str], stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, marker_names: Collection[str], stop: Sequence[str]):
         self._tokenizer, self._stop = tokenizer, stop
         self._markers = special_tokens(tokenizer, marker_names)
         self._begin_text()
@@ -146,7 +146,6 @@ class MessageFormat(ABC):
     """A form of messages for models with a chat template. It has no state; the readers of answers do.
 
     Args:
-      tokenizer: a `Tokenizer`.
       template: the chat template.
 
     Attributes:
@@ -159,7 +158,7 @@ class MessageFormat(ABC):
     thoughts_key = "reasoning_content"
     writes_calls = True
 
-    def __init__(self, tokenizer: Any, template: str):
+    def __init__(self, tokenizer: Tokenizer, template: str):
         self.tokenizer, self.template = tokenizer, template
 
     @property
@@ -189,7 +188,7 @@ class MessageFormat(ABC):
         """Returns the structural tag of the answer to a prompt, with the thoughts that may come before its content."""
 
 
-def special_tokens(tokenizer: Any, names: Collection[str]) -> dict[int, str]:
+def special_tokens(tokenizer: Tokenizer, names: Collection[str]) -> dict[int, str]:
     """Returns the names of a tokenizer's special tokens among `names`, by id."""
     return {id: name for id, name in tokenizer.special_tokens.items() if name in names}
 

@@ -21,6 +21,7 @@ from treeflash_jax.formats.messages.message_format import (
     make_call,
     parse_value,
 )
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 THINK, CALL, BARE = ("<think>", "</think>"), ("<tool_call>", "</tool_call>"), ("<function=", "</function>")
 LINES = {"type": "regex", "pattern": "\n{0,2}"}  # between thoughts and answer
@@ -31,7 +32,7 @@ PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:(?!</?parameter\b).)*)</pa
 class TaggedMessages(MessageFormat):
     """Answers with tags. Without tags in the template, an answer is plain text: this form fits every template."""
 
-    def __init__(self, tokenizer: Any, template: str):
+    def __init__(self, tokenizer: Tokenizer, template: str):
         super().__init__(tokenizer, template)
         self.writes_calls = CALL[0] in template
         self._has_thoughts = THINK[0] in template or THINK[1] in template
