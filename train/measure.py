@@ -109,7 +109,7 @@ def _answers(records: list[dict[str, Any]], system: str, temperature: float) -> 
 
 def make_systems(model: tf.TreeFlash, settings: MeasureConfig) -> list[System]:
     """Returns the systems to compare: the drafter, n-grams alone, and one-token decoding with two kinds of attention."""
-    limits = {"max_new_tokens": settings.new_tokens, "batch_size": 1}
+    limits: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "batch_size": 1}
     nodes = settings.nodes or model.plan(tf.GenerateConfig(builder="best-first")).num_nodes
     plain = tf.GenerateConfig(builder="none", **limits)
     usual = model.plan(plain).attention

@@ -7,7 +7,7 @@ record that one stage holds out for validation is held out in all stages.
 import glob
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,7 @@ def read_records(source: Source, seed: int, skipped: Counter[str] | None = None)
     if not places:
         raise ValueError(f"{source.path}: got no records, expected at least one")
     parse = {"chat": parse_chat, "responses": parse_answer, "text": parse_text}[source.format]
-    numbers = range(len(places))
+    numbers: Sequence[int] = range(len(places))
     if source.limit:
         numbers = sorted(np.random.default_rng(seed).permutation(len(places))[: source.limit].tolist())
     for number in numbers:

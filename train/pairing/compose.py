@@ -113,7 +113,7 @@ class Composer:
 
     def __init__(self, settings: PairConfig):
         self.settings = settings
-        self.skipped = Counter() if settings.respond.get("malformed") == "skip" else None  # the counts are not shown
+        self.skipped = Counter[str]() if settings.respond.get("malformed") == "skip" else None  # the counts are not shown
         self.stages: dict[str, Any] = {}
         self.answers = Corpus({}, {}, {}, {})
 

@@ -100,7 +100,7 @@ class Watch(Bar):
             return
         metrics = metrics | {"seconds": round(time.perf_counter() - self.began, 1)}
         files.append(self.path, json.dumps({"step": step, **metrics}) + "\n")
-        flat = {}
+        flat: StepMetrics = {}
         for name, value in metrics.items():
             flat |= {f"{name}/{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {name: value}
         for sink in self.sinks:

@@ -74,7 +74,7 @@ class System:
     def settings(self) -> dict[str, Any]:
         """Returns the settings as they take effect; settings of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
-        settings = {"verifier": model.names[0], "dtype": str(model.dtype), "quantize": model.quantize}
+        settings: dict[str, Any] = {"verifier": model.names[0], "dtype": str(model.dtype), "quantize": model.quantize}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
         settings |= describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
         settings["stop_ids"] = config.stop_ids and list(config.stop_ids)

@@ -119,8 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
         automaton = (arguments.constraint_states, TOKEN_CLASSES, model.vocab_size) if arguments.constraint_states else None
-        sizes = SamplingSizes(automaton=automaton)
-        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, sizes)
+        sampling = SamplingSizes(automaton=automaton)
+        compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, sampling)
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}
         if not device.is_cpu:
             text = compiled[1].as_text()

@@ -28,7 +28,7 @@ from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.accepting import Accepted, accept_path
 from treeflash_jax.decoding.rounds import Verified, build_tree, commit_path, draft_expander, verify_tree
-from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, SharedPlan, Weights
 from treeflash_jax.engine.call.requests import make_requests
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, round_capacity
@@ -152,7 +152,7 @@ class Bench:
         name: str,
         function: Wrapped,
         *arguments: Any,
-        plan: DecodePlan,
+        plan: DecodePlan | SharedPlan,
         nodes: int | None = None,
         units: int = 1,
     ) -> Any:
@@ -194,7 +194,7 @@ class Bench:
         self.phases.append(Phase(name, nodes, make_enqueue, most=ROUNDS))
         self.phases[-1].sample()
 
-    def _compile(self, function: Wrapped, *arguments: Any, plan: DecodePlan) -> Any:
+    def _compile(self, function: Wrapped, *arguments: Any, plan: DecodePlan | SharedPlan) -> Any:
         return programs.compile_lowered(function.lower(*arguments, plan=plan), self.model.mesh, function)
 
 

@@ -75,7 +75,7 @@ def summarise(records: Sequence[BenchRecord], *, against: str | None = None) -> 
         group = record.get("prompt_set") or "", temperature
         answers = groups.setdefault(group, {}).setdefault(system, {})
         answers[prompt, seed] = record | {"rounds": len(lengths), "committed": sum(lengths)}
-    entries = []
+    entries: list[dict[str, Any]] = []
     for (prompts, temperature), systems in sorted(groups.items()):
         for name in systems:
             entry = {"set": prompts, "temperature": temperature, "system": name}
@@ -137,7 +137,7 @@ def _compare_answers(pairs: Sequence[tuple[BenchRecord, BenchRecord]]) -> dict[s
     """
     keys = ("ids" if all(x["ids"]) and all(y["ids"]) else "texts" for x, y in pairs)  # some programs give no ids
     differing = [(x, y) for (x, y), key in zip(pairs, keys, strict=True) if x[key] != y[key]]
-    summary = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
+    summary: dict[str, Any] = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
     summary |= dict.fromkeys(("compared_tokens", "near_ties", "verdict"))
     differences = [
         drafted.get("differences", {}).get(plain["system"]) or plain.get("differences", {}).get(drafted["system"])

@@ -173,8 +173,8 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     systems: dict[str, System] = {}
     for label, drafter in labels.items():
         model = load_model(arguments, verifier=verifier, drafter=drafter)
-        for system in systems.values():  # keeps one copy of the verifier
-            model.weights = model.weights.replace(verifier=system.model.weights.verifier)
+        for other in systems.values():  # keeps one copy of the verifier
+            model.weights = model.weights.replace(verifier=other.model.weights.verifier)
         missing = known - {*model.drafter.settings}
         for name, system in chosen.items():
             if len(labels) > 1 and system.get("builder") != "chain" and any(system.get(key) for key in missing):

@@ -230,8 +230,8 @@ def short_name(path: str) -> str:
     """Returns the name of a shape, path or Hub id for a record, without folders of this machine."""
     if path in VERIFIERS:
         return path
-    path = Path(path).absolute() if Path(path).exists() else Path(path)
-    return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
+    file = Path(path).absolute() if Path(path).exists() else Path(path)
+    return file.parent.name if file.name == "config.json" else file.stem if file.is_file() else file.name
 
 
 def random_pair(

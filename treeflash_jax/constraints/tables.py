@@ -101,7 +101,9 @@ def _token_classes(
     Texts of one class lead from every state to the same next state. The class of a token follows from the class of its text
     without the last byte, and the class of the last byte.
     """
-    columns, numbers, followed = [], {}, {}
+    columns: list[np.ndarray] = []
+    numbers: dict[bytes, int] = {}
+    followed: dict[tuple[int, int], int] = {}
 
     def number(column_q: np.ndarray) -> int:
         known = numbers.setdefault(column_q.tobytes(), len(columns))

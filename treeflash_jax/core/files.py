@@ -116,7 +116,7 @@ def check_output(path: str | os.PathLike) -> None:
         raise ValueError(f"cannot write {path}: Permission denied")
 
 
-def write(path: str | os.PathLike, content: str | bytes | Iterable[Any]) -> None:
+def write(path: str | os.PathLike, content: str | bytes | Iterable[bytes | memoryview]) -> None:
     """Writes a file whole or not at all, replacing a file or link of this name. Raises ValueError if it cannot.
 
     Args:

@@ -5,7 +5,7 @@ Shape suffixes: b batch, s token slots, x stop ids or biases, v vocabulary.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ class DecodePlan:
         """Maximal number of accepted nodes, root included."""
         return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
 
-    def one_token(self) -> Self:
+    def one_token(self) -> "DecodePlan":
         """Returns the plan of one-token decoding with this plan's other settings: the baseline of measurements."""
         return DecodePlan(shared=replace(self.shared, loaded_drafter=None), attention=self.attention)
 

@@ -84,7 +84,7 @@ class Eagle3Drafter(LaneDrafter):
         )
         return replace(self, taps=taps)
 
-    def specs(self) -> Params:
+    def specs(self) -> dict[str, Any]:
         """Returns the specs. Without `embed` the verifier's is read; draft token i is the verifier's i + offsets[i]."""
         width = self.layers.hidden_size
         joined = self.num_taps * self.target_hidden_size

@@ -192,8 +192,10 @@ class TreeFlash:
         Args:
           top_log_probs: number of likeliest tokens to return for the position of every token, up to 20.
         """
-        scoring = {"builder": "none", "max_new_tokens": 0, "prompt_log_probs": True, "top_log_probs": top_log_probs}
-        scores = [result.prompt_score for result in self.generate(prompts, **scoring)]
+        results = self.generate(
+            prompts, builder="none", max_new_tokens=0, prompt_log_probs=True, top_log_probs=top_log_probs
+        )
+        scores = [result.prompt_score for result in results]
         if None in scores:  # generate keeps the answers so far
             raise KeyboardInterrupt
         return scores
@@ -294,5 +296,7 @@ class TreeFlash:
             config, note = take_recommended(config, self.recommended, settings)
             warn(note)
         ids = encode_each(as_list(prompts), self.tokenizer)
-        stops = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids}
-        return config, make_requests(ids, config, self.verifier, self.drafter, indices=indices, **stops)
+        requests = make_requests(
+            ids, config, self.verifier, self.drafter, indices=indices, tokenizer=self.tokenizer, stop_ids=self.stop_ids
+        )
+        return config, requests

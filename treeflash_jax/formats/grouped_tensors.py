@@ -9,7 +9,7 @@ order: input j belongs to group j // group. For files whose groups are not conse
 input at each of these places.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,11 +31,11 @@ class ComputedTensor:
       read: function of slices of all axes but the last; returns all columns.
     """
 
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     dtype: str
     read: Callable[[tuple[Any, ...]], np.ndarray]
 
-    def get_shape(self) -> tuple[int, ...]:
+    def get_shape(self) -> Sequence[int]:
         return self.shape
 
     def get_dtype(self) -> str:

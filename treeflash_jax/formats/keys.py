@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from treeflash_jax.core.checks import INT32, coerce, expect, quoted, warn
 
@@ -58,7 +58,7 @@ class Keys:
     def truth(self, key: str, default: Any = None) -> bool:
         return self.value(bool, key, default, "true or false")
 
-    def table(self, key: str, required: bool = False) -> Self:
+    def table(self, key: str, required: bool = False) -> "Keys":
         """Returns an object inside this one; an optional one that is absent is empty."""
         raw = self.value(dict[str, Any], key, None, "an object") if key in self or required else {}
         return Keys(raw, f"{self.where}: {key}")

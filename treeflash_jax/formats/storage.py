@@ -215,7 +215,7 @@ def save(path: Path, specs: Any, entries: Any, params: Params, dtype: DTypeLike)
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
 
-    def content() -> Iterator[Any]:
+    def content() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(8, "little") + text
         for name in names:
             parts = sorted(tensors[name], key=lambda part: part.entry.part)

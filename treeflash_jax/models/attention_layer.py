@@ -93,7 +93,7 @@ class AttentionLayer(LayerKind):
             q_bthe, *new, gate_bthe = queries_keys_values(params, config, x_btd, table)
             new = tuple(new)
             seen = join_positions(earlier, new)
-        how = {"sinks_h": params.get("sinks"), "implementation": inputs.attention}
+        how: dict[str, Any] = {"sinks_h": params.get("sinks"), "implementation": inputs.attention}
         if isinstance(inputs.mask_btu, PackedMask):
             mixed_bthe = packed_attention(q_bthe, *seen, mask_btu, **how)
         else:

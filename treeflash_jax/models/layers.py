@@ -5,6 +5,7 @@ Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e 
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=Tru
 
 
 def layer_specs(
-    config: ModelConfig, mixer: Params | None = None, is_sparse: bool = False, is_merged: bool = False
-) -> Params:
+    config: ModelConfig, mixer: dict[str, Any] | None = None, is_sparse: bool = False, is_merged: bool = False
+) -> dict[str, Any]:
     """Returns the specs of one decoder layer, dense or with experts. Linear maps are stored as on disk, [out, in].
 
     Args:
@@ -44,9 +45,10 @@ def layer_specs(
     return specs | {name: Spec((f, d), ("ffn", "embed"), inputs=(1,), outputs=(0,)) for name in GATE_UP}
 
 
-def added_specs(config: ModelConfig) -> Params:
+def added_specs(config: ModelConfig) -> dict[str, Spec]:
     """Returns the specs of a layer's norms after its two parts, and of `finish`."""
-    d, p, specs = config.hidden_size, config.layer_input_size, {}
+    d, p = config.hidden_size, config.layer_input_size
+    specs: dict[str, Spec] = {}
     if config.post_norms:
         specs |= {name: norm_spec(config, d) for name in ("attention_post_norm", "mlp_post_norm")}
     if p:
@@ -58,7 +60,7 @@ def added_specs(config: ModelConfig) -> Params:
     return specs
 
 
-def attention_specs(config: ModelConfig) -> Params:
+def attention_specs(config: ModelConfig) -> dict[str, Spec]:
     """Returns the specs of queries, keys, values and output of attention, with the norms and biases that the model has."""
     d, h, k, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     size = 2 * e if config.gates_attention else e

@@ -24,6 +24,7 @@ from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.layer_kinds import KINDS, find_sources
 from treeflash_jax.models.layer_protocol import LayerKind, PassInputs, join_positions
+from treeflash_jax.models.packed_attention import PackedMask
 
 
 @struct.dataclass
@@ -104,7 +105,7 @@ def forward(
     config: ModelConfig,
     tokens_bt: jax.Array,
     positions_bt: jax.Array,
-    mask_btu: jax.Array,
+    mask_btu: jax.Array | PackedMask,
     cache: Cache | None = None,
     *,
     earlier: tuple[Any, ...] | None = None,
@@ -133,7 +134,7 @@ def forward(
     return out.replace(features_btj=out.features_btj.astype(dtype))
 
 
-def layer_inputs(params: Params, config: ModelConfig, tokens_bt: jax.Array, x_btd: jax.Array) -> Sequence[jax.Array | None]:
+def layer_inputs(params: Params, config: ModelConfig, tokens_bt: jax.Array, x_btd: jax.Array) -> jax.Array | Sequence[None]:
     """Returns the input that each layer has of its own, of the tokens and their embeddings; None in models without them.
 
     Source: transformers, gemma4 (per-layer embeddings).
@@ -152,13 +153,13 @@ def through_layers(
     config: ModelConfig,
     x_btd: jax.Array,
     positions_bt: jax.Array,
-    mask_btu: jax.Array,
+    mask_btu: jax.Array | PackedMask,
     cache: Cache | None = None,
     *,
     earlier: tuple[Any, ...] | None = None,
     taps: tuple[int, ...] = (),
     attention: str = "xla",
-    inputs_lbtp: Sequence[jax.Array | None] | None = None,
+    inputs_lbtp: jax.Array | Sequence[jax.Array | None] | None = None,
 ) -> Output:
     """Runs the layers and the final norm on inputs [b, t, d], otherwise as `forward`; reads no table.
 
@@ -188,11 +189,13 @@ def run_layers(
     inputs: dict[str, PassInputs],
     states: tuple[Any, ...] | None,
     earlier: tuple[Any, ...] | None,
-    inputs_lbtp: Sequence[jax.Array | None],
+    inputs_lbtp: jax.Array | Sequence[jax.Array | None],
 ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
     """Returns the final norm with the scale `norm_d`, the output of each layer, and its part of `Output.new`."""
     run = {kind: _make_layer(config.of_kind(kind), KINDS[kind], shared) for kind, shared in inputs.items()}
-    sources, outputs, new = find_sources(config), [], []
+    sources = find_sources(config)
+    outputs: list[jax.Array] = []
+    new: list[Any] = []
     for index, (source, kind) in enumerate(zip(sources, config.kinds, strict=True)):
         state, earlier_positions = (None if x is None else x[source] for x in (states, earlier))
         if source != index:

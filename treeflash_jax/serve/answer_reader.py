@@ -1,5 +1,7 @@
 """Reading of answers: turns their pieces into parts of messages, and into tokens with their log-probabilities."""
 
+from collections.abc import Sequence
+
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages import find_format
@@ -13,7 +15,7 @@ from treeflash_jax.serve.worker import Piece
 class TextReader(MessageReader):
     """Reads an answer that is not a message: all of its text is content."""
 
-    def feed(self, ids: list[int], text: str, *, is_last: bool = False) -> list[Part]:
+    def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
         return [Content(text)] * bool(text)
 
 

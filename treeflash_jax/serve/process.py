@@ -10,6 +10,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -93,7 +94,7 @@ class Server(uvicorn.Server):
     """uvicorn's server that also ends when decoding ends, within a grace period, or at once after a second signal."""
 
     def __init__(self, app: FastAPI, grace: int):
-        timeouts = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
+        timeouts: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
         super().__init__(uvicorn.Config(app, http=TimedProtocol, log_level="warning", lifespan="off", **timeouts))
         self._answering, self._grace = app.state.answering, grace
         self._signal: int | None = None

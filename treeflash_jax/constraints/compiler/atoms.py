@@ -6,7 +6,7 @@ an atom is equal only to itself. So a schema that contains itself is recognised 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 from treeflash_jax.constraints.compiler.terms import Term
 
@@ -53,10 +53,11 @@ class Atom:
       is_approximate: whether only some of the values that satisfy it have texts.
     """
 
-    kind = None
+    kind: ClassVar[str | None] = None
     is_approximate = False
 
 
+@dataclass_transform(eq_default=False, frozen_default=True)
 def atom_type(cls: type) -> type:
     """Makes a class a frozen dataclass whose objects are equal only to themselves."""
     return dataclass(frozen=True, eq=False)(cls)

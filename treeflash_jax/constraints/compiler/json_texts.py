@@ -98,7 +98,8 @@ def _is_end_of_string(tail: Term) -> bool:
 
 def finite_values(term: Term) -> dict[str, Term]:
     """Returns the texts of each value in a set, by a text that equal values share. Raises Refused for too many values."""
-    texts, unread = {}, [(b"", term)]
+    texts: dict[str, Term] = {}
+    unread = [(b"", term)]
     while unread:
         text, tail = unread.pop()
         if tail.has_empty:

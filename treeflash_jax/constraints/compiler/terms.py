@@ -84,7 +84,8 @@ def _pair(head: Term, tail: Term) -> Term:
 
 def union(*terms: Term) -> Term:
     """Returns the strings of any of the terms."""
-    parts, mask = {}, 0
+    parts: dict[Term, None] = {}
+    mask = 0
     for term in terms:
         for part in term.parts[0] if term.kind == "union" else [term]:
             if part.kind == "byte":
@@ -102,7 +103,7 @@ def union(*terms: Term) -> Term:
 
 def intersect(*terms: Term) -> Term:
     """Returns the strings that all terms have."""
-    parts = {}
+    parts: dict[Term, None] = {}
     for term in terms:
         parts |= dict.fromkeys(term.parts[0] if term.kind == "intersect" else [term])
     parts.pop(ANYTHING, None)

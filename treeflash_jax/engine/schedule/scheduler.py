@@ -208,7 +208,8 @@ class Scheduler:
     def _refill(self) -> None:
         """Begins a group for free slots of a running batch."""
         self._grow(self._capacity)
-        preferred, prefixes = [None] * self.admission.num_next, None
+        preferred: list[int | None] = [None] * self.admission.num_next
+        prefixes = None
         if self.is_open:
             preferred, prefixes = copy_prefixes(
                 self.runner, self.state, self.admission.next_requests, self.admission.refill_size

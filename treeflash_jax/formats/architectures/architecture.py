@@ -89,14 +89,14 @@ class Architecture:
     derive: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = lambda keys, fields: {}
     derived: tuple[str, ...] = ()
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
-    layer: Mapping[str, Entry]
-    outside: Mapping[str, Entry]
-    layouts: tuple[Mapping[str, Entry], ...] = ()
+    layer: dict[str, Entry]
+    outside: dict[str, Entry]
+    layouts: tuple[dict[str, Entry], ...] = ()
     rotated: float = 1.0
     rope_theta: float = 10_000.0
     rope: Mapping[str, Any] = field(default_factory=dict)
     adapt_tensors: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, tensors: tensors
-    mtp: Mapping[str, Entry] = field(default_factory=dict)
+    mtp: dict[str, Entry] = field(default_factory=dict)
     is_written: bool = True
     gguf: str | None = None
     gguf_sizes: Mapping[str, str] = field(default_factory=dict)

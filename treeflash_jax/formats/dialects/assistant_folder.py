@@ -46,7 +46,7 @@ class Assistant(Dialect):
         keys.expect(model_type in FAMILIES, "model_type", model_type, " or ".join(FAMILIES))
         text = keys.table("text_config", required=True)
         layers = _read_layers(Keys({"tie_word_embeddings": True, **text.raw}, text.where), model_type)
-        clusters = {}
+        clusters: dict[str, Any] = {}
         if keys.truth("use_ordered_embeddings", False):
             number = keys.whole("num_centroids", 2048, most=layers.vocab_size)
             is_even = layers.vocab_size % number == 0

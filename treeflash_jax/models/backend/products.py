@@ -110,7 +110,8 @@ def in_parts(run: Callable[[Any], jax.Array], x_bt: Any, size: int, most: int) -
         return run(x_bt)
 
     def by_parts(x_bt: Any) -> jax.Array:
-        cuts, results = [length * i // parts for i in range(parts + 1)], []
+        cuts = [length * i // parts for i in range(parts + 1)]
+        results: list[jax.Array] = []
         for start, end in pairwise(cuts):
             part_bt = jax.tree.map(lambda x: x[:, start:end], x_bt)  # noqa: B023 (called at once)
             if results:  # otherwise XLA would compute all parts at the same time

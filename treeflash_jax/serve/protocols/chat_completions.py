@@ -84,7 +84,7 @@ class ChatExchange(ChoicesExchange):
         yield self._chunk([{"index": delta.index, "delta": message, **self._ending(delta)}])
 
     def _choice(self, answer: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text(Content), "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text(Content), "refusal": None}
         if thoughts := answer.text(Thought):
             message["reasoning_content"] = thoughts
         if calls := self._calls(answer):

@@ -60,8 +60,8 @@ class ResponseOutput:
 
     def _open_text(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if kind == "message":
-            item = {"id": _new_id("msg"), "type": kind, "status": "in_progress", "role": "assistant"}
-            content = {"type": TEXT, "text": "", "annotations": [], "logprobs": []}
+            item: dict[str, Any] = {"id": _new_id("msg"), "type": kind, "status": "in_progress", "role": "assistant"}
+            content: dict[str, Any] = {"type": TEXT, "text": "", "annotations": [], "logprobs": []}
         else:
             item = {"id": _new_id("rs"), "type": kind, "status": "in_progress", "summary": []}
             content = {"type": THOUGHT, "text": ""}

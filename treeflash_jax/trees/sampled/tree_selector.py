@@ -52,7 +52,7 @@ class TreeSelectorConfig:
 
 def specs(config: TreeSelectorConfig) -> dict[str, Spec]:
     """Returns the specs of the weights: layers with WIDTHS outputs, then a layer with one score per tree."""
-    weights = {}
+    weights: dict[str, Spec] = {}
     for layer, sizes in enumerate(pairwise((len(FEATURES), *WIDTHS, len(config.trees)))):
         weights |= {f"matrix_{layer}": Spec(sizes, (None, None)), f"bias_{layer}": Spec(sizes[1:], (None,), "zeros")}
     return weights

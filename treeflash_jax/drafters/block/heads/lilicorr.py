@@ -85,21 +85,21 @@ class LiLiCorrHead(Head):
         """Returns the specs; weights of the layers are stacked."""
         sizes, d, slots = self.sizes(drafter), drafter.layers.hidden_size, drafter.num_depths
         y, h, f = sizes.num_layers, sizes.width, sizes.factor_dim
-        maps = {
+        maps: dict[str, tuple[int, ...]] = {
             "hidden": (d, h), "feature_up": (FEATURES, h), "feature_down": (h, h), "context": (d, h), "factor": (3 * h, h),
             "out": (h, f), "into": (h, f), "anchor_out": (h, f), "heads": (y, h, 3 * h), "mixed": (y, h, h),
             "up": (y, h, sizes.mlp_width), "down": (y, sizes.mlp_width, h),
         }  # fmt: skip
         maps |= {"token": (d, h)} if h != d else {}
-        others = {"same_slot": (sizes.num_heads,), "slot": (slots, h), "rank": (sizes.top_k, h)}
+        others: dict[str, tuple[int, ...]] = {"same_slot": (sizes.num_heads,), "slot": (slots, h), "rank": (sizes.top_k, h)}
         others["distance"] = sizes.num_heads, 2 * slots + 1
-        norms = {"feature_norm": (FEATURES,), "output_norm": (h,), "anchor_norm": (h,)}
+        norms: dict[str, tuple[int, ...]] = {"feature_norm": (FEATURES,), "output_norm": (h,), "anchor_norm": (h,)}
         norms |= {"attention_norm": (y, h), "mlp_norm": (y, h)}
 
         def specs(shapes: dict[str, tuple[int, ...]], init: str, **options: Any) -> dict[str, Spec]:
             return {name: Spec(shape, (None,) * len(shape), init, **options) for name, shape in shapes.items()}
 
-        biases = {f"{name}_bias": (*shape[:-2], shape[-1]) for name, shape in maps.items()}
+        biases: dict[str, tuple[int, ...]] = {f"{name}_bias": (*shape[:-2], shape[-1]) for name, shape in maps.items()}
         biases["feature_norm_bias"] = (FEATURES,)
         return specs(maps, "normal") | specs(biases, "zeros") | specs(norms, "ones") | specs(others, "zeros")
 
