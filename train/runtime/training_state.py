@@ -235,7 +235,7 @@ def gather(tree: Any, specs: Any, dtype: DTypeLike) -> Any:
     return _map_specs(leaf, specs, tree)
 
 
-def gather_trained(tree: Any, specs: Any, dtype: DTypeLike) -> Any:
+def gather_trained(tree: Params, specs: Any, dtype: DTypeLike) -> Params:
     """Gathers like `gather`, but returns float32, so that chunks and devices add up gradients in float32.
 
     Readers cast the weights back to the compute dtype, which loses nothing. The gradient of a gathered weight is scattered
@@ -260,7 +260,7 @@ def gather_trained(tree: Any, specs: Any, dtype: DTypeLike) -> Any:
     return _map_specs(leaf, specs, tree)
 
 
-def total_gradients(grads: Any, specs: Any) -> Any:
+def total_gradients(grads: Params, specs: Any) -> Params:
     """Sums gradients over the devices that share the batch. Those of gathered weights are already summed over fsdp."""
 
     def leaf(spec: Spec, x: jax.Array) -> jax.Array:
