@@ -34,8 +34,8 @@ class EvaluateConfig:
 
 
 def make_tau_measure(
-    settings: Any, task: TrainTask, pair: TreeFlash, corpus: packing.Corpus, frozen: Mapping[str, Any]
-) -> Callable[[Any, Report], dict[str, float]]:
+    settings: Any, task: TrainTask, pair: TreeFlash, corpus: packing.Corpus, frozen: Params
+) -> Callable[[Params, Report], dict[str, float]]:
     """Returns a function that measures tau of trained weights, for each number of nodes and each system of the stage.
 
     Args:

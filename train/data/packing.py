@@ -27,7 +27,7 @@ PREFETCH_THREADS, PREFETCHED_STEPS = 2, 8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedBatch:
-    """Packed sequences.
+    """Packed sequences; NumPy arrays until they are on devices (`hosts.place_batch`).
 
     Attributes:
       tokens_bt: ids; padding is 0.
@@ -38,11 +38,11 @@ class PackedBatch:
       progress_b: share of the run's steps that are done, the same for all sequences; None outside training steps.
     """
 
-    tokens_bt: np.ndarray
-    segments_bt: np.ndarray
-    positions_bt: np.ndarray
-    weights_bt: np.ndarray
-    outputs_bto: np.ndarray | None = None
+    tokens_bt: jax.Array
+    segments_bt: jax.Array
+    positions_bt: jax.Array
+    weights_bt: jax.Array
+    outputs_bto: jax.Array | None = None
     progress_b: jax.Array | None = None
 
 

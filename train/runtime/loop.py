@@ -62,7 +62,7 @@ def fit(
     frozen: Params,
     corpus: packing.Corpus,
     inputs: FrozenInputs | None = None,
-    evaluate: Callable[[Any, Report], dict[str, Any]] | None = None,
+    evaluate: Callable[[Params, Report], dict[str, Any]] | None = None,
     on_timed: Callable[[int, float], None] | None = None,
 ) -> Params:
     """Trains until the last step and returns the float32 weights, on the mesh.
@@ -214,7 +214,7 @@ class _Run:
 
 def make_held_out_measure(
     task: TrainTask, corpus: packing.Corpus, loop: LoopConfig, mesh: Mesh
-) -> Callable[[Any, Any, Report], dict[str, Any]]:
+) -> Callable[[Params, Params, Report], dict[str, Any]]:
     """Returns a function that computes, from trained and frozen weights, means over a few held-out batches of every source.
 
     The batches are spread over the source, and their anchors are fixed. Like a step's batches, they are computed in

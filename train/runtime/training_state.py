@@ -26,7 +26,7 @@ from treeflash_jax.core.parameters import Params, Spec
 
 # A metric is (sum, weight). Both add up over chunks, parts of a step, steps and devices; sum / weight is the mean.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
-SumsFunction = Callable[[Any, Any, PackedBatch, jax.Array], Sums]  # (trained weights, frozen weights, batch, keys_b)
+SumsFunction = Callable[[Params, Params, PackedBatch, jax.Array], Sums]  # (trained weights, frozen weights, batch, keys_b)
 
 
 @struct.dataclass
@@ -165,7 +165,7 @@ def sum_parts(function: Callable[[Any], Any], batch: Any, count: int) -> Any:
 
 def make_update(
     task: TrainTask, transform: optax.GradientTransformation, *, steps: int, accumulate: int, seed: int, log_every: int
-) -> Callable[[TrainState, Any, PackedBatch], TrainState]:
+) -> Callable[[TrainState, Params, PackedBatch], TrainState]:
     """Builds the step: gradients of the mean loss over all parts of a batch, one update, and metrics added to the window.
 
     Every group of devices that shares sequences computes alone. Gradients are summed over groups once per part. With

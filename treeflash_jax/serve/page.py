@@ -80,7 +80,8 @@ def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
         end = len(text.certain_text)
         return result.text[start:end]  # may be shorter: a stop string may have cut the text
 
-    first, rounds, start = read(result.ids[:1]), [], 1
+    first, start = read(result.ids[:1]), 1
+    rounds: list[dict[str, Any]] = []
     for length in result.accept_lengths:
         is_last = len(rounds) == len(result.accept_lengths) - 1
         num_accepted = length if is_last and result.cut else length - 1  # a cut removes the bonus token
