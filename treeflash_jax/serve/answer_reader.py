@@ -8,7 +8,7 @@ from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Content, MessageReader, Part
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.call import Delta, ServerCall
-from treeflash_jax.serve.log_probs import Place, PlaceReader, prompt_places
+from treeflash_jax.serve.log_probs import PositionReader, TokenPosition, prompt_positions
 from treeflash_jax.serve.worker import Piece
 
 
@@ -25,29 +25,29 @@ class AnswerReader:
     def __init__(self, call: ServerCall, tokenizer: Tokenizer | None):
         self._call, self._tokenizer = call, tokenizer
         self._messages: dict[int, MessageReader] = {}  # by index of the answer
-        self._places: dict[int, PlaceReader] = {}
+        self._positions: dict[int, PositionReader] = {}
 
     def read(self, piece: Piece) -> Delta:
         index, result = piece.index, piece.result
         parts: list[Part] = []
-        places: list[Place] | None = None if self._call.num_top is None else []
+        positions: list[TokenPosition] | None = None if self._call.num_top is None else []
         if index not in self._messages:
             self._messages[index] = self._message_reader(result)
             text = self._echo(index, result)
             parts += [Content(text)] * bool(text)
-            if places is not None:
-                self._places[index] = PlaceReader(self._tokenizer, result.prompt_ids, self._call.num_top, len(text))
+            if positions is not None:
+                self._positions[index] = PositionReader(self._tokenizer, result.prompt_ids, self._call.num_top, len(text))
                 if self._call.echoes:
-                    places += prompt_places(self._tokenizer, result.prompt_score, text, self._call.num_top)
+                    positions += prompt_positions(self._tokenizer, result.prompt_score, text, self._call.num_top)
         message = self._messages[index]
         parts += message.feed(piece.chunk.ids, piece.chunk.text, is_last=piece.is_last)
-        if places is not None:
-            places += self._places[index].read(result, is_last=piece.is_last)
+        if positions is not None:
+            positions += self._positions[index].read(result, is_last=piece.is_last)
         finished = stop = None
         if piece.is_last:
             finished = "length" if result.finished == "length" else "calls" if message.num_calls else "stop"
             stop = self._find_stop(result)
-        return Delta(index, parts, places, finished, stop)
+        return Delta(index, parts, positions, finished, stop)
 
     def begins_with_prompt(self, piece: Piece) -> bool:
         """Returns whether a piece has to be read together with its prompt, which takes time for each prompt token."""

@@ -168,7 +168,7 @@ async def stream(
             results[piece.index] = piece.result
             read = partial(reader.read, piece)
             delta = await writing.run(read) if reader.begins_with_prompt(piece) else read()
-            if delta.parts or delta.places or delta.finished:
+            if delta.parts or delta.positions or delta.finished:
                 for event in exchange.add(delta):
                     yield event.encode()
         for event in exchange.end(Usage.count([results[index] for index in sorted(results)], num_prompts)):

@@ -10,7 +10,7 @@ from treeflash_jax.core.checks import WrongValue, expect
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.prompts import Chat, Prompt
 from treeflash_jax.formats.messages.message_format import Call, Content, Function, Part, Thought
-from treeflash_jax.serve.log_probs import Place
+from treeflash_jax.serve.log_probs import TokenPosition
 
 MOST_SAMPLES = 128
 
@@ -122,7 +122,7 @@ class Delta:
 
     index: int
     parts: list[Part]
-    places: list[Place] | None = None
+    positions: list[TokenPosition] | None = None
     finished: str | None = None
     stop: str | None = None
 

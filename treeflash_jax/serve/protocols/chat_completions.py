@@ -103,5 +103,5 @@ class ChatExchange(ChoicesExchange):
         return calls
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
-        log_probs = None if delta.places is None else chat_form(delta.places)
+        log_probs = None if delta.positions is None else chat_form(delta.positions)
         return {"logprobs": log_probs, "finish_reason": "tool_calls" if delta.finished == "calls" else delta.finished}

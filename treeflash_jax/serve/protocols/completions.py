@@ -66,6 +66,6 @@ class CompletionExchange(ChoicesExchange):
         yield self._chunk([self._choice(delta)])
 
     def _choice(self, answer: Delta) -> dict[str, Any]:
-        log_probs = None if answer.places is None else completion_form(answer.places)
+        log_probs = None if answer.positions is None else completion_form(answer.positions)
         text = answer.text(Content)
         return {"index": answer.index, "text": text, "logprobs": log_probs, "finish_reason": answer.finished}

@@ -8,7 +8,7 @@ from typing import Any
 
 from treeflash_jax.formats.messages.message_format import Call, Part, Thought
 from treeflash_jax.serve.call import Delta
-from treeflash_jax.serve.log_probs import Place
+from treeflash_jax.serve.log_probs import TokenPosition
 from treeflash_jax.serve.protocols.response_items import encode_thoughts
 
 TEXT, THOUGHT = "output_text", "reasoning_text"  # parts of messages and of reasoning items
@@ -28,11 +28,11 @@ class ResponseOutput:
         self.items: list[dict[str, Any]] = []
         self._encodes_thoughts = encodes_thoughts
         self._is_open = False
-        self._places = PlacesOfText()
+        self._positions = PositionsOfText()
 
     def add(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the events of a new piece. At the end of the answer, the last item is closed, too."""
-        self._places.add(delta.places or [])
+        self._positions.add(delta.positions or [])
         for part in delta.parts:
             if isinstance(part, Call):
                 yield from self._close("completed")
@@ -51,7 +51,7 @@ class ResponseOutput:
             yield from self._open_text(kind)
         [content] = self.items[-1]["content"]
         content["text"] += part.text
-        entries = [entry(place) for place in self._places.take(part.text)]
+        entries = [entry(position) for position in self._positions.take(part.text)]
         more = {}
         if kind == "message":
             content["logprobs"] += entries
@@ -110,37 +110,37 @@ class ResponseOutput:
         return f"response.{kind}", {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
 
-class PlacesOfText:
+class PositionsOfText:
     """Finds the tokens of each text in an answer. Tokens between texts, such as tags, belong to no text."""
 
     def __init__(self):
-        self._places: deque[tuple[int, int, Place]] = deque()  # remaining places, with first and last character
+        self._positions: deque[tuple[int, int, TokenPosition]] = deque()  # remaining ones, with first and last character
         self._text = ""  # remaining text
         self._begin = 0  # number of characters before the remaining text
 
-    def add(self, places: Sequence[Place]) -> None:
-        for place in places:
+    def add(self, positions: Sequence[TokenPosition]) -> None:
+        for position in positions:
             end = begin = self._begin + len(self._text)
-            if place.token.bytes is not None:  # special tokens have no text
-                self._text += place.token.text
-                end += len(place.token.text)
-                self._places.append((begin, end, place))
+            if position.token.bytes is not None:  # special tokens have no text
+                self._text += position.token.text
+                end += len(position.token.text)
+                self._positions.append((begin, end, position))
 
-    def take(self, text: str) -> list[Place]:
-        """Returns the places of the next text, and drops those before it. The tokens of the text must have been added."""
+    def take(self, text: str) -> list[TokenPosition]:
+        """Returns the positions of the next text and drops those before it. The tokens of the text must have been added."""
         start = self._begin + max(0, self._text.find(text))
         end, taken = start + len(text), []
-        while self._places and self._places[0][0] < end:
-            first, last, place = self._places.popleft()
+        while self._positions and self._positions[0][0] < end:
+            first, last, position = self._positions.popleft()
             if last > start or first == last == start:  # a part of a character has no text
-                taken.append(place)
+                taken.append(position)
         self._text, self._begin = self._text[end - self._begin :], end
         return taken
 
 
-def entry(place: Place) -> dict[str, Any]:
-    """Returns the log-probabilities of a place in OpenAI's form. Special tokens have no bytes."""
-    tokens = [token.entry() | {"bytes": token.bytes or []} for token in (place.token, *place.top)]
+def entry(position: TokenPosition) -> dict[str, Any]:
+    """Returns the log-probabilities of a position in OpenAI's form. Special tokens have no bytes."""
+    tokens = [token.entry() | {"bytes": token.bytes or []} for token in (position.token, *position.top)]
     return tokens[0] | {"top_logprobs": tokens[1:]}
 
 
