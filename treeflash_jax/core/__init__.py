@@ -1,1 +1,1 @@
-"""Devices, sharding, parameters, programs, files and checks. Of language models, names of settings only (`ALIASES`)."""
+"""Devices, sharding, parameters, programs, files and checks. Only setting names (`ALIASES`) concern language models."""

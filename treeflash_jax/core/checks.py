@@ -17,18 +17,18 @@ from treeflash_jax.core.conversion import Mismatch, convert
 T = TypeVar("T")
 logger = logging.getLogger("treeflash_jax")
 
-QUOTED = 60  # characters of a value in a message
-LONGEST_PATH = 120  # characters of a path in a message
-LINE = 300  # characters of a message
+QUOTED = 60  # most characters of a value in a message
+LONGEST_PATH = 120  # most characters of a path in a message
+LINE = 300  # most characters of a message
 INT32 = 2**31 - 1
-LIMITS = {  # of numbers, with their words in messages
+LIMITS = {  # keywords of limits on numbers, with their tests and their words in messages
     "least": (operator.ge, "at least"),
     "most": (operator.le, "at most"),
     "above": (operator.gt, "above"),
     "below": (operator.lt, "below"),
 }
 
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # without tabs and line breaks
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, except tabs and line breaks
 
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, QUOTED, QUOTED, QUOTED
@@ -45,12 +45,12 @@ def quoted(value: Any, size: int = QUOTED) -> str:
 
 
 def printable(text: str) -> str:
-    """Replaces control characters other than tabs and line breaks, which terminals obey, by escapes such as \\x1b."""
+    """Replaces control characters, which terminals obey, by escapes such as \\x1b. Tabs and line breaks stay."""
     return CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def clipped(text: object, size: int = LINE) -> str:
-    """Formats text, such as a name in a file or an error, as one line of at most `size` characters for a message."""
+    """Formats text, such as an error or a name from a file, as one line of at most `size` characters for a message."""
     line = printable(" ".join(str(text).split()))
     return line if len(line) <= size else line[: size - 4] + " ..."
 
@@ -62,7 +62,7 @@ def warn(text: str) -> None:
 
 
 def clipping(function: T) -> T:
-    """Makes a function raise errors of one line that is clipped: they name files and what is in them."""
+    """Makes a function clip its errors to one line, because they quote names and contents of files."""
 
     @functools.wraps(function)
     def checked(*args: Any, **keywords: Any) -> Any:
@@ -76,7 +76,7 @@ def clipping(function: T) -> T:
 
 
 def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") -> None:
-    """Raises ValueError with the value, the expectation and the file `where`, if any, unless a condition is met."""
+    """Raises ValueError unless `is_met`. The message has the value, what was expected, and the file `where`, if any."""
     if not is_met:
         raise _refusal(name, value, expected, where)
 
@@ -115,10 +115,10 @@ def coerce(
     Args:
       name: name of the value in messages.
       where: file that contains the value, if any.
-      says: expectation in words, in place of the name of the type.
-      from_text: accepts texts as numbers, and numbers as texts, as on command lines.
-      spelled: returns the usual form of a value that has several.
-      choices: returns the accepted texts.
+      says: expected value in words; "": the name of the type.
+      from_text: whether to accept texts as numbers and numbers as texts, as command lines need.
+      spelled: function that returns the usual form of a value with several forms.
+      choices: function that returns the accepted texts.
       min_length: smallest length of a list; 0 accepts an empty text.
       **limits: `least`, `most`, `above` and `below` of numbers, also in lists.
 
@@ -146,7 +146,7 @@ def coerce(
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Yields the numbers of a value: itself, or those in its lists."""
+    """Yields a number, or all numbers in a list and its sublists."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _numbers(item)
@@ -155,22 +155,25 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def whole(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
-    """Converts an integer from `least` to `most` to Python's int. Raises ValueError for any other value."""
+    """Returns an integer from `least` to `most` as Python's int. Raises ValueError for any other value."""
     return coerce(int, value, name, least=least, most=most, says=f"{least} to {most}" if most < INT32 else "")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. Raises ValueError, without the file's name, for any other text, deep nesting and numbers too long."""
+    """Parses JSON.
+
+    Raises ValueError, without a file's name, for invalid JSON, deep nesting, and integers with too many digits.
+    """
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("not valid JSON: nested too deeply") from None
-    except ValueError as error:  # of syntax, UTF-8, or an integer of over 4,300 digits
+    except ValueError as error:  # wrong syntax or UTF-8, or an integer of over 4,300 digits
         raise ValueError(f"not valid JSON: {clipped(error, LONGEST_PATH)}") from None
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Reads the object of a JSON file. Raises FileNotFoundError, and ValueError for any other content."""
+    """Reads a JSON file that contains an object. Raises FileNotFoundError, and ValueError for any other content."""
     try:
         raw = parse_json(Path(path).read_bytes())
     except FileNotFoundError:
@@ -184,7 +187,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return raw
 
 
-# Names of settings in transformers, vLLM, OpenAI's API and llama.cpp by ours. The first known name counts.
+# Names of settings in transformers, vLLM, OpenAI's API and llama.cpp, with our names for each. The first known one counts.
 ALIASES = {
     "max_new_tokens": "max_tokens max_length max_completion_tokens max_output_tokens n_predict num_tokens new_tokens",
     "samples": "n num_return_sequences num_samples n_samples best_of",
@@ -211,7 +214,7 @@ ALIASES = {
 
 
 def suggestion(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that an unknown name is an alias of or resembles; None for neither. Names have underscores."""
+    """Returns the known name that an unknown name, with underscores, is an alias of or resembles; None if there is none."""
     known = list(known)
     for ours, theirs in ALIASES.items():
         if ours in known and name in theirs.split():
@@ -221,7 +224,7 @@ def suggestion(name: str, known: Iterable[str]) -> str | None:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: "; did you mean ...?", or "" if it resembles no known one."""
+    """Returns "; did you mean ...?", the end of a message about an unknown name; "" if it resembles no known name."""
     meant = suggestion(name, known)
     return f"; did you mean {meant}?" if meant else ""
 

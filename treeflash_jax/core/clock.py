@@ -1,4 +1,4 @@
-"""Time since a start, with compilation counted separately, and log lines about operations that take over a second."""
+"""Time since a start, without the time of compilation, and log lines for operations that take over a second."""
 
 import logging
 import threading
@@ -25,7 +25,7 @@ def slow(text: str, level: int = logging.WARNING) -> Iterator[None]:
 
 
 class Clock:
-    """A running stopwatch, which stands still during compilation and pauses."""
+    """A stopwatch that stands still during compilation and pauses."""
 
     has_announced = False  # whether this process has logged that it compiles
 
@@ -47,10 +47,10 @@ class Clock:
 
     @contextmanager
     def compiling(self, program: str, announcement: str, always: bool = False) -> Iterator[None]:
-        """Counts the time of the block as compilation, and logs `announcement` if it takes over a second.
+        """Counts the time of the block as compilation, and logs `announcement` if the block takes over a second.
 
         Args:
-          always: logs it also if this process has logged that it compiles.
+          always: whether to log it also if this process has logged an earlier announcement.
         """
         since = time.perf_counter()
         with self.paused(), slow(announcement, logging.INFO) if always or not Clock.has_announced else nullcontext():

@@ -1,7 +1,8 @@
-"""Seconds for which earlier processes waited for their programs, in a small file beside the programs kept on disk.
+"""Compilation times of earlier processes, in a small file beside the programs that are kept on disk.
 
-A program that is compiled for the first time takes as long as the last new one of the same function and model; a known one
-is read from JAX's cache, and takes as long as the last time that it was read.
+They predict how long a program will take. A program that was never compiled is expected to take as long as the last new
+program of the same function and model. A known program is read from JAX's cache, which is expected to take as long as the
+last time.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 
-MOST_ENTRIES = 1000  # the oldest go
+MOST_ENTRIES = 1000  # further entries replace the oldest
 
 
 def estimate(path: Path, program: str, model: str) -> float | None:
@@ -29,7 +30,7 @@ def record(path: Path, program: str, model: str, seconds: float) -> None:
     """Stores the seconds that a program took; does nothing if the file cannot be written."""
     times = _read(path)
     label = program if program in times else model
-    times.setdefault(program, None)  # it is known from now on, but was never read
+    times.setdefault(program, None)  # known from now on, but not yet read from JAX's cache
     times.pop(label, None)
     times[label] = round(seconds, 1)
     with suppress(OSError, ValueError):
@@ -39,5 +40,5 @@ def record(path: Path, program: str, model: str, seconds: float) -> None:
 def _read(path: Path) -> dict[str, float | None]:
     try:
         return read_json(path)
-    except (OSError, ValueError):  # none yet, or damaged
+    except (OSError, ValueError):  # no file yet, or a damaged one
         return {}

@@ -1,6 +1,6 @@
-"""Conversion of a value to a type hint: the few kinds of types that settings and files have.
+"""Conversion of values to the types that settings and files have.
 
-Those are bool, int, float, str, None, classes, and Any, Literal, Callable, unions, lists, tuples and dictionaries of them.
+They are bool, int, float, str, None, classes, and Any, Literal, Callable, unions, lists, tuples and dictionaries of them.
 """
 
 import math
@@ -14,14 +14,14 @@ SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, which UTF-8 
 
 
 class Mismatch(Exception):
-    """The part of a value that is not of the expected type; `depth` counts the lists around it."""
+    """Raised for a part of a value that has not the expected type; `depth` counts the lists around the part."""
 
     def __init__(self, part: Any, expected: str, depth: int = 0):
         self.part, self.expected, self.depth = part, expected, depth
 
 
 def convert(kind: Any, value: Any, from_text: bool) -> Any:
-    """Returns a value as a type or type hint. Raises Mismatch for a value of another type."""
+    """Returns a value converted to a type or type hint. Raises Mismatch if that is not possible."""
     if kind is Any:
         return value
     if kind in SCALARS:
@@ -54,7 +54,7 @@ def _require(is_met: bool, value: Any, expected: str) -> None:
 
 
 def _convert_first(kinds: Sequence[Any], value: Any, from_text: bool) -> Any:
-    """Returns a value as the first of several types that it has; texts are read as numbers only if it has none."""
+    """Returns a value converted to the first of several types that fits. Texts are read as numbers only if no type fits."""
     mismatches = []
     for is_read in sorted({False, from_text}):
         for kind in kinds:
@@ -62,13 +62,13 @@ def _convert_first(kinds: Sequence[Any], value: Any, from_text: bool) -> Any:
                 return convert(kind, value, is_read)
             except Mismatch as mismatch:
                 mismatches.append(mismatch)
-    depth = max(mismatch.depth for mismatch in mismatches)  # a list's item rather than the list
+    depth = max(mismatch.depth for mismatch in mismatches)  # reports a list's wrong item instead of the list
     deepest = [mismatch for mismatch in mismatches if mismatch.depth == depth and mismatch.expected]
     raise Mismatch(deepest[0].part, " or ".join(dict.fromkeys(mismatch.expected for mismatch in deepest)), depth)
 
 
 def _convert_all(kinds: Sequence[Any], values: Iterable[Any], from_text: bool) -> list[Any]:
-    """Returns the items of a list or dictionary, each as a type of its own."""
+    """Returns the items of a list or dictionary, each converted to the type at its index in `kinds`."""
     try:
         return [convert(kind, value, from_text) for kind, value in zip(kinds, values, strict=True)]
     except Mismatch as mismatch:
@@ -115,7 +115,7 @@ def _as_text(value: Any, from_text: bool) -> str:
 
 
 def _as_none(value: Any, from_text: bool) -> None:
-    _require(value is None, value, "")  # a union names its other types
+    _require(value is None, value, "")  # "": messages about a union name its other types only
 
 
 SCALARS = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_text, NoneType: _as_none}

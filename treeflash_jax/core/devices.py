@@ -1,4 +1,4 @@
-"""Properties of devices: instruction sets, memory and peak rates. Defaults that follow: `engine.settings.defaults`.
+"""Properties of devices: instruction sets, memory and peak rates. `engine.settings.defaults` derives default settings.
 
 A `Device` is a plain value, also for devices that are not present; `sharding.device` returns the Device of a mesh.
 """
@@ -11,14 +11,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Bytes of memory per chip, and JAX's names of TPU kinds. Source: Google Cloud's pages on TPUs; NVIDIA's data sheets.
+# Bytes of memory per chip, then JAX's names for TPU kinds. Source: Google Cloud's pages on TPUs; NVIDIA's data sheets.
 TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
 GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
-# Cycles per second. Source: Jouppi et al. (arXiv 2304.01433) for v4; jax-ml.github.io/scaling-book for v5e and v5p. That of
-# v6e is not published: its peak rate below is that of four units of 256 x 256 multipliers at this clock.
+# Cycles per second. Source: Jouppi et al. (arXiv 2304.01433) for v4; jax-ml.github.io/scaling-book for v5e and v5p. The
+# clock of v6e is not published. It is derived from the peak rate below, assuming four units of 256 x 256 multipliers.
 TPU_CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
-# Dense bfloat16 FLOP/s and bytes/s of memory per chip, by prefix of JAX's name of its kind. Source: as above.
+# Dense bfloat16 FLOP/s and bytes/s of memory per chip. Keys are prefixes of JAX's names for the chips. Source: as above.
 PEAK_RATES = {
     "NVIDIA H200": (989e12, 4.8e12),
     "NVIDIA H100": (989e12, 3.35e12),
@@ -30,15 +30,15 @@ PEAK_RATES = {
     "TPU v5": (459e12, 2.77e12),
     "TPU v6 lite": (918e12, 1.64e12),
 }
-# Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo, and those of the sets that --xla_cpu_max_isa
-# names; all other sets have none.
+# Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo. ALLOWED_INSTRUCTIONS has those that each value
+# of --xla_cpu_max_isa allows; values that are not listed allow none.
 MATRIX_INSTRUCTIONS = frozenset({"amx_bf16"})
 BFLOAT16_INSTRUCTIONS = MATRIX_INSTRUCTIONS | {"avx512_bf16"}
 ALLOWED_INSTRUCTIONS = {"AMX": BFLOAT16_INSTRUCTIONS, "AMX_FP16": BFLOAT16_INSTRUCTIONS, "AVX512_BF16": {"avx512_bf16"}}
 # CPU fusions around matrix products give wrong numbers in jaxlib 0.10.2 (jax-ml/jax#39103) and crash in 0.10.2 and 0.11.0
-# (#39257). This option passes only products to the library YNNPACK: correct, and as fast. 0.12 does not need it.
+# (#39257). With this option, only products go to the library YNNPACK: correct, and as fast. 0.12 does not need it.
 WITHOUT_PRODUCT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-# Since jax 0.11, XLA offloads gathers of a round to a TPU's sparse cores, which can make it half as long again (#40553).
+# Since jax 0.11, XLA moves gathers of a round to a TPU's sparse cores. Rounds can then take half as long again (#40553).
 WITHOUT_SPARSE_CORES = {"xla_tpu_offload_gather_to_sparsecore": "false"}
 HAS_WRONG_FUSIONS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 
@@ -63,23 +63,23 @@ class Device:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """Argument `compiler_options` of `jax.jit` for every program of this device."""
+        """Compiler options that `jax.jit` gets for every program of this device."""
         return WITHOUT_PRODUCT_FUSIONS if self.is_cpu and HAS_WRONG_FUSIONS else {}
 
     @property
     def decoding_options(self) -> dict[str, str]:
-        """`compiler_options` for programs that run rounds."""
+        """Compiler options for programs that run rounds."""
         return WITHOUT_SPARSE_CORES if self.backend == "tpu" else self.compiler_options
 
     @property
     def ridge(self) -> int | None:
-        """Number of tokens whose products with bfloat16 weights take as long as reading the weights; None if unknown."""
+        """Number of tokens for which products with bfloat16 weights take as long as reading the weights. None: unknown."""
         return round(self.peak_rates[0] / self.peak_rates[1]) if self.peak_rates else None
 
     @property
     def peak_rates(self) -> tuple[float, float] | None:
         """Peak FLOP/s and bytes/s of the chip's data sheet; None for an unknown chip."""
-        names = [name for name in PEAK_RATES if re.match(rf"{name}\b", self.kind)]  # an L40 is no L4
+        names = [name for name in PEAK_RATES if re.match(rf"{name}\b", self.kind)]  # whole words: an L40 is not an L4
         return PEAK_RATES[max(names, key=len)] if names else None
 
     @property
@@ -89,7 +89,7 @@ class Device:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory of a TPU; None for other chips, whose memory JAX knows."""
+        """Bytes of memory of a TPU; None for other chips, for which JAX reports it."""
         return TPU_MEMORY.get(TPU_KINDS.get(self.kind))
 
 
@@ -101,7 +101,7 @@ def describe(device: Any) -> Device:
 
 
 def usable_features(features: frozenset[str], flags: str) -> frozenset[str]:
-    """Returns the features that XLA_FLAGS allow: for example, AVX512_VNNI as --xla_cpu_max_isa excludes bfloat16."""
+    """Returns the features that XLA_FLAGS allows. For example, --xla_cpu_max_isa=AVX512_VNNI excludes bfloat16."""
     limits = re.findall(r"--xla_cpu_max_isa=(\w+)", flags)
     if not limits:
         return features

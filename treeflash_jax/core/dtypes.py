@@ -1,4 +1,4 @@
-"""Float dtypes: their names, the same for `tf.load`, command lines and training settings, and the dtype of sums."""
+"""Float dtypes: their names in `tf.load`, command lines and training settings, and the dtype in which sums are computed."""
 
 from contextlib import suppress
 from typing import Any
@@ -20,7 +20,7 @@ ABBREVIATIONS = {
 
 
 def dtype_name(dtype: Any) -> Any:
-    """Returns the name of a dtype that is given as a name, abbreviation or object; other values as they are."""
+    """Returns the name of a dtype that is a name, an abbreviation or an object. Returns any other value unchanged."""
     if dtype is None or isinstance(dtype, str):
         return ABBREVIATIONS.get(dtype, dtype)
     with suppress(TypeError, ValueError):
@@ -29,15 +29,15 @@ def dtype_name(dtype: Any) -> Any:
 
 
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
-    """Returns float32, or float64 for float64: the dtype of sums over numbers of this dtype."""
+    """Returns the dtype for sums over numbers of this dtype: float64 for float64, float32 for all others."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def dtype_setting(default: str | None, help: str, *names: str, **keywords: Any) -> Any:
-    """Returns a dataclass field (`settings.setting`) that accepts the dtypes of these names, also abbreviated."""
+    """Returns a dataclass field (`settings.setting`) that accepts the dtypes in `names`, and their abbreviations."""
     return setting(default, help, choices=lambda: names, spelled=dtype_name, **keywords)
 
 
 def bits(dtype: jnp.dtype) -> int:
-    """Returns the bits that an element takes on a device; NumPy keeps each element of four bits in a byte."""
+    """Returns the number of bits that an element takes on a device. NumPy stores a four-bit element in a whole byte."""
     return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize

@@ -1,4 +1,4 @@
-"""The exit status of a command line: bad input ends it with one line on stderr, and a reader that has ended quietly."""
+"""Exit statuses of command lines. Bad input ends a command with one line on stderr; a closed pipe ends it quietly."""
 
 import os
 import sys
@@ -10,16 +10,18 @@ from treeflash_jax.core.checks import UnknownSetting, clipped
 
 
 def exit_status(command: Callable[[], int | None], name: str) -> int:
-    """Runs a command and returns its exit status: its own or 0, 2 for bad input, 130 after Ctrl-C, 141 for a closed pipe.
+    """Runs a command and returns its exit status.
+
+    The status is 2 for bad input, 130 after Ctrl-C and 141 for a closed pipe. Otherwise it is the command's result, or 0.
 
     Args:
-      name: name of the command, with which the line about bad input begins.
+      name: name of the command. The line about bad input begins with it.
     """
     try:
         try:
             return command() or 0
         finally:
-            sys.stdout.flush()  # here, where a closed pipe is noticed
+            sys.stdout.flush()  # a closed pipe raises here, inside the `try`
     except BrokenPipeError:  # the program that reads the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -27,7 +29,7 @@ def exit_status(command: Callable[[], int | None], name: str) -> int:
         return 130
     except (ValueError, UnknownSetting, OSError) as error:
         print(f"{name}: error: {clipped(error)}", file=sys.stderr)
-    except (RuntimeError, AssertionError):  # both are what JAX raises without devices
+    except (RuntimeError, AssertionError):  # JAX raises either without devices
         if _has_devices():
             raise
         platforms = os.environ.get("JAX_PLATFORMS")

@@ -1,7 +1,7 @@
-"""Files and folders on this machine or at a URL such as gs://bucket/run, and outputs that appear whole or not at all.
+"""Files and folders on this machine or at a URL such as gs://bucket/run. Outputs appear as a whole or not at all.
 
-`write` (one file) and `filled` (a folder) write beside their target and rename, so that neither a kill nor a full disk
-leaves half a file under its name, and no link is followed. Object stores write files whole by themselves.
+`write` (one file) and `filled` (a folder) write beside their target and then rename. So neither a kill nor a full disk
+leaves half a file under the final name, and no link is followed. Object stores write files as a whole by themselves.
 """
 
 import glob
@@ -27,7 +27,7 @@ DAY = 24 * 60 * 60
 
 
 def user_cache() -> Path:
-    """Returns the cache folder of this package. Raises RuntimeError for a user without a home."""
+    """Returns the cache folder of this package. Raises RuntimeError if the user has no home folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeflash"
 
 
@@ -36,14 +36,14 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def absolute(path: str | os.PathLike) -> Any:
-    """Returns an epath.Path: absolute, as Orbax requires, or of a URL. Raises ValueError if it cannot be opened."""
+    """Returns an epath.Path for a URL or an absolute path, as Orbax requires. Raises ValueError if it cannot be opened."""
     from etils import epath  # only training needs it
 
     if not is_remote(path):
         return epath.Path(os.path.abspath(os.path.expanduser(path)))
     import fsspec  # slow to import
 
-    # gcsfs would cache listings for ever, but other processes write to the same folders. epath passes it no options.
+    # gcsfs keeps listings for ever by default, but other processes write to the same folders. epath passes it no options.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     try:
         epath.Path(path).exists()
@@ -64,9 +64,9 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
     """Returns a local copy of the file or folder at a URL such as gs://bucket/drafter; downloads it again if it changed.
 
     Args:
-      kinds: patterns of the names of the files that are copied from a folder.
+      kinds: patterns for the names of the files to copy from a folder.
 
-    Raises FileNotFoundError if there is none, and ValueError if it cannot be read or a name leads out of the folder.
+    Raises FileNotFoundError if there is none. Raises ValueError if it cannot be read, or if a name leads out of the folder.
     """
     import fsspec  # slow to import
     from filelock import FileLock
@@ -94,7 +94,7 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
                         copy = part / target.name / name
                         copy.parent.mkdir(parents=True, exist_ok=True)
                         system.get_file(path, str(copy))
-    except Exception as error:  # of a file system, from whatever package
+    except Exception as error:  # file systems of different packages raise different classes
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         reason = clipped(str(error) or type(error).__name__, 120)
         place = clipped(url, LONGEST_PATH)
@@ -103,9 +103,9 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
 
 
 def check_output(path: str | os.PathLike) -> None:
-    """Checks that an output file can be written, before anything is computed. Writes nothing.
+    """Checks before a computation that its output file can be written. Writes nothing.
 
-    Raises FileNotFoundError for no folder to write in, and ValueError for no regular file.
+    Raises FileNotFoundError if the parent folder does not exist, and ValueError for anything but a writable regular file.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -117,10 +117,10 @@ def check_output(path: str | os.PathLike) -> None:
 
 
 def write(path: str | os.PathLike, content: str | bytes | Iterable[bytes | memoryview]) -> None:
-    """Writes a file whole or not at all, replacing a file or link of this name. Raises ValueError if it cannot.
+    """Writes a file as a whole or not at all, replacing a file or link of this name. Raises ValueError if that fails.
 
     Args:
-      content: text, bytes, or buffers that are written one after another.
+      content: text, bytes, or buffers to write one after another.
     """
     content = content.encode() if isinstance(content, str) else content
     pieces = [content] if isinstance(content, bytes) else content
@@ -139,7 +139,7 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[bytes | memor
 
 
 def append(path: str | os.PathLike, text: str) -> None:
-    """Appends to a file; a remote file, which cannot grow, is rewritten."""
+    """Appends to a file. A remote file cannot grow, so it is rewritten."""
     if is_remote(path):
         remote = absolute(path)
         remote.write_text((remote.read_text() if remote.exists() else "") + text)
@@ -151,7 +151,7 @@ def append(path: str | os.PathLike, text: str) -> None:
 def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Checks that `filled` can write a folder. Writes nothing.
 
-    Raises ValueError for a file, a link or, unless `overwrite` is set, a folder with files.
+    Raises ValueError for a file or a link, and for a folder that contains files unless `overwrite` is set.
     """
     if is_remote(target):
         if not overwrite and absolute(target).exists() and any(absolute(target).iterdir()):
@@ -166,15 +166,15 @@ def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
 
 
 def is_empty(folder: Any) -> bool:
-    """Returns whether a folder holds no more than outputs that a kill left unfinished; `folder` may be any epath.Path."""
+    """Returns whether a folder, any epath.Path, contains nothing but unfinished outputs of killed processes."""
     return all(PART.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 @contextmanager
 def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a local folder to write into; its files appear in `target` at the end, or not at all if writing fails.
+    """Yields a local folder to write into. Its files appear in `target` at the end, or not at all if writing fails.
 
-    A new folder appears as a whole. In an existing folder, and at a URL, files are moved one by one, config.json last;
+    A new folder appears as a whole. If the folder exists, or is at a URL, files are moved one by one, config.json last, and
     files of other names stay.
 
     Raises ValueError as `check_folder` does, and if the folder cannot be written.
@@ -201,7 +201,7 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
 
 @contextmanager
 def naming(target: str | os.PathLike) -> Iterator[None]:
-    """Converts an OSError of the block, such as that of a full disk, to a ValueError that names what was written."""
+    """Converts an OSError of the block, such as a full disk, to a ValueError with the name of the target."""
     try:
         yield
     except OSError as error:
@@ -209,7 +209,7 @@ def naming(target: str | os.PathLike) -> Iterator[None]:
 
 
 def _names(folder: Path) -> list[Path]:
-    """Returns the names of all files in a folder and below, config.json last."""
+    """Returns the names of all files in a folder and its subfolders, config.json last."""
     inside = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(inside, key=lambda name: (name.name == LAST, name))
 
@@ -237,7 +237,7 @@ def _move(part: Path, target: Path) -> None:
 
 
 def _part(folder: Path, name: str) -> Path:
-    """Returns a new path for an unfinished `name` in `folder`; removes leftovers of processes killed a day ago."""
+    """Returns a new path for an unfinished `name` in `folder`. Removes what processes killed over a day ago left there."""
     for path in folder.glob(f".{glob.escape(name)}.part-*"):
         if PART.fullmatch(path.name) and path.stat().st_mtime < time.time() - DAY:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

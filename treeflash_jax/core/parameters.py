@@ -1,6 +1,6 @@
-"""Specs of weights (shape, logical axes, initializer), from which abstract trees, shardings and fresh weights derive.
+"""Specs of weights: shape, logical axes and initializer. Abstract trees, shardings and fresh weights derive from them.
 
-An `Entry` locates a weight in a file. Specs, entries and weights are trees of one structure.
+An `Entry` is the location of a weight in a file. Trees of specs, entries and weights have the same structure.
 """
 
 import math
@@ -23,11 +23,11 @@ class Spec:
 
     Attributes:
       axes: logical axes, for sharding.
-      inputs: contracted axes in products with the weight; () for biases, norms and other weights outside products.
-        Weights with inputs decay in training and can be quantized.
-      outputs: remaining axes of a linear map that Muon trains as an (inputs, outputs) matrix; () leaves it to AdamW.
-      can_quantize: false keeps a weight with inputs in the model's dtype.
-      dtype: dtype of the weight; None for the model's.
+      inputs: axes that products with the weight sum over; () for biases, norms and other weights outside products. Weights
+        with inputs decay in training and can be quantized.
+      outputs: other axes of a linear map that Muon trains as an (inputs, outputs) matrix; () leaves the weight to AdamW.
+      can_quantize: whether a weight with inputs may be quantized; if not, it keeps the model's dtype.
+      dtype: dtype of the weight; None: the model's dtype.
     """
 
     shape: tuple[int, ...]
@@ -45,19 +45,19 @@ class Spec:
 
 @dataclass(frozen=True)
 class Entry:
-    """Location of a weight: tensor `name`, with the weight's axes in `order`, flattened to a matrix.
+    """Location of a weight: the tensor `name`, which has the weight's axes in `order`, flattened to a matrix.
 
-    Weights of experts are stored in a tensor per expert or in one tensor of three axes; `order` and `row_axes` then
-    exclude the first axis.
+    The weights of experts are stored either in one tensor per expert or in one tensor with three axes. In both cases,
+    `order` and `row_axes` leave out the first axis.
 
     Attributes:
-      name: name of the tensor, without a dialect's prefix; with "{}", of one tensor per index of the first axis.
+      name: name of the tensor, without a dialect's prefix. If it contains "{}", each index of the first axis has a tensor.
       order: the weight's axes in disk order.
-      row_axes: number of these axes that form the matrix's first axis; all of them form a vector.
+      row_axes: number of these axes that form the matrix's first axis; if it is all of them, the tensor is a vector.
       part: (index, count) if the weight is one of `count` equal blocks of the tensor.
       part_axis: matrix axis of these blocks.
       is_stacked: whether the tensor has the weight's first axis as its first axis.
-      has_middle: whether the tensor has an axis of size 1 between the matrix's axes, as depthwise convolutions have.
+      has_middle: whether the tensor has an axis of size 1 between the matrix's two axes, as depthwise convolutions do.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def is_apart(self) -> bool:
-        """True if each index of the weight's first axis has a tensor."""
+        """True if there is a tensor for each index of the weight's first axis."""
         return "{}" in self.name
 
     def names(self, spec: Spec) -> list[str]:
@@ -121,7 +121,10 @@ def abstract(specs: Any, dtype: DTypeLike, mesh: Mesh | None = None) -> Any:
 
 
 def initialize(specs: Any, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 0.02) -> Any:
-    """Draws weights: normal with standard deviation `scale`, ones, zeros, or 0, 1, 2, ...; leaf i uses fold_in(key, i)."""
+    """Draws weights from the initializers of their specs; leaf i uses the key fold_in(key, i).
+
+    Initializers are: normal with standard deviation `scale`, ones, zeros, or the numbers 0, 1, 2, ...
+    """
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
 
     def leaf(index: int, spec: Spec) -> jax.Array:

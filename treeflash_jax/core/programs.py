@@ -1,8 +1,8 @@
-"""Compiled programs of this process, shared by models of equal shape and calls of equal size.
+"""Compiled programs of this process. Models of equal shapes share them, and so do calls of equal size.
 
-A program is compiled at its first call and kept until `clear`, or until there are too many: then the least recently used
-are freed. Its key is the function, its static arguments, the structure of its other arguments with the shapes, dtypes and
-shardings of their arrays, the mesh, and JAX's precision; never values.
+A program is compiled at its first call. It is kept until `clear`, or until there are too many: then the least recently used
+programs are freed. The key of a program is its function, its static arguments, the structure of its other arguments with
+the shapes, dtypes and shardings of their arrays, the mesh, and JAX's precision. Values are never part of the key.
 """
 
 import functools
@@ -28,18 +28,18 @@ from treeflash_jax.core.clock import Clock
 from treeflash_jax.core.dtypes import bits
 
 MOST_PROGRAMS = 256
-# Linux gives a process 65,530 memory maps; programs for the CPU use some 850 each, and XLA crashes without any left.
+# Linux gives a process 65,530 memory maps, and a program for the CPU uses some 850. XLA crashes if none is left.
 MOST_MAPS = 40_000
-KEPT_SECONDS = 0.1  # shortest compilation whose program commands store on disk
+KEPT_SECONDS = 0.1  # commands store a program on disk if compiling it takes at least this long
 
 
 @dataclass(eq=False)
 class Program:
-    """A jitted function, and an executable compiled from it, which takes the arguments that are not static.
+    """A jitted function and an executable compiled from it. The executable takes the arguments that are not static.
 
     Attributes:
-      labels: digest of the program, and name of its function with a digest of its model; equal in all processes.
-      last_use: grows with every call.
+      labels: digest of the program, then the name of its function with a digest of its model; equal in all processes.
+      last_use: number that grows with every call.
     """
 
     function: Wrapped
@@ -50,23 +50,23 @@ class Program:
 
     @property
     def compiled(self) -> Any:
-        """The executable; waits until it is compiled."""
+        """The executable. Waits until it is compiled."""
         return self.executable.result()
 
 
 _programs: dict[Any, Program] = {}
 _uses = itertools.count()
 _times: Path | None = None  # file of `compile_times`, beside programs that are kept on disk
-_unstored = Lock()  # held while a program is compiled that must not be stored on disk
+_unstored = Lock()  # held while compiling a program that must not be stored on disk
 
 
 def call(function: Wrapped, *args: Any, mesh: Mesh | None = None, clock: Clock | None = None, **static: Any) -> Any:
-    """Runs a jitted function, compiling it ahead of time if these shapes are new.
+    """Runs a jitted function, and compiles it ahead of time if these shapes are new.
 
     Args:
       *args: trees of arrays.
       mesh: ambient mesh of the program; None for one device.
-      clock: counts compilation separately from running and announces it if it takes long.
+      clock: clock that counts compilation apart from running, and announces compilation if it takes long.
       **static: static arguments of `function`, by name.
     """
     clock = clock or Clock()
@@ -84,10 +84,10 @@ def wait(*programs: "Program", clock: Clock) -> None:
 
 
 def as_compiled(*programs: "Program", clock: Clock) -> Iterator[Program]:
-    """Yields programs in this order, each when it is compiled; the clock counts the waiting as compilation.
+    """Yields programs in the given order, each as soon as it is compiled. The clock counts the waiting as compilation.
 
-    A program that takes over a second is announced with its number among the programs not yet compiled, and with
-    the time that it took in an earlier process, if that is known.
+    A program that takes over a second is announced. The announcement has its number among the programs that are not yet
+    compiled, and the time that it took in an earlier process if that is known.
     """
     unfinished = [program for program in programs if not program.executable.done()]
     for program in programs:
@@ -115,7 +115,7 @@ def start_compiling(
 ) -> Program:
     """Returns the program of a call with these arguments, but does not wait until it is compiled.
 
-    A new program is traced and lowered; then XLA compiles it, or reads it from JAX's cache, on another thread.
+    A new program is traced and lowered here. Another thread then compiles it with XLA, or reads it from JAX's cache.
     """
     leaves, structure = jax.tree.flatten(args)
     shapes = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
@@ -123,7 +123,7 @@ def start_compiling(
     precision = jax.config.jax_enable_x64, of_products
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     known = _programs.get(key)
-    if known is not None and not (known.executable.done() and known.executable.exception()):  # a failure is tried again
+    if known is not None and not (known.executable.done() and known.executable.exception()):  # repeats a failed one
         known.last_use = next(_uses)
         return known
     with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
@@ -143,12 +143,15 @@ def start_compiling(
 
 
 def _takes_no_four_bits(mesh: Mesh | None, leaves: Sequence[Any]) -> bool:
-    """Returns whether a program compiled ahead would refuse its arguments: JAX 0.10 misstates their layout on meshes."""
+    """Returns whether a program compiled ahead of time would refuse its four-bit arguments.
+
+    JAX 0.10 misstates their layout on meshes.
+    """
     return mesh is not None and jax.__version_info__ < (0, 11) and any(bits(x.dtype) < 8 for x in leaves)
 
 
 def _call_jitted(function: Wrapped, mesh: Mesh | None, precision: str | None, static: dict[str, Any], *args: Any) -> Any:
-    """Calls a function, which JAX compiles at its first call."""
+    """Calls a jitted function, which JAX compiles at the first call."""
     with sharding.ambient(mesh), jax.default_matmul_precision(precision):
         return function(*args, **static)
 
@@ -158,7 +161,7 @@ def _digest(*parts: Any) -> str:
 
 
 def _make_room() -> None:
-    """Frees the least recently used programs if there is no room for another one."""
+    """Frees the least recently used programs if there is no room for another program."""
     while _programs and (len(_programs) >= MOST_PROGRAMS or _count_memory_maps() > MOST_MAPS):
         oldest = min(list(_programs), key=lambda key: _programs[key].last_use)
         del _programs[oldest]
@@ -166,7 +169,7 @@ def _make_room() -> None:
 
 
 def _count_memory_maps() -> int:
-    maps = Path("/proc/self/maps")  # on Linux only
+    maps = Path("/proc/self/maps")  # exists on Linux only
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
@@ -176,7 +179,10 @@ def _first_process() -> int:
 
 
 def check_process() -> None:
-    """Raises RuntimeError in a process forked after the first call: without JAX's threads, it would wait for ever."""
+    """Raises RuntimeError in a process that was forked after the first call.
+
+    Such a process lacks JAX's threads, so it would wait for ever.
+    """
     if os.getpid() != _first_process():
         raise RuntimeError(
             "got a process that was forked from one with a model, expected a new one: JAX does not survive a fork; use "
@@ -185,12 +191,12 @@ def check_process() -> None:
 
 
 def compile_lowered(lowered: Lowered, mesh: Mesh | None, function: Wrapped | None = None) -> Compiled:
-    """Compiles a program, or reads it from JAX's cache, which stores no programs of several CPU devices.
+    """Compiles a program, or reads it from JAX's cache. Programs of several CPU devices are never stored there.
 
-    A function whose attribute `runs_rounds` is true has the device's options for rounds.
+    If the function has the attribute `runs_rounds` and it is true, the device's options for rounds apply.
 
-    XLA:CPU may start the collectives of a program from the cache in different orders, which then wait for each other for
-    ever. The setting that JAX looks at when it stores a program is restored afterwards.
+    XLA:CPU may start the collectives of a cached program in a different order on each device; the devices then wait for
+    each other for ever. The JAX setting that prevents storing is restored afterwards.
     """
     device = sharding.device(mesh)
     options = device.decoding_options if getattr(function, "runs_rounds", False) else device.compiler_options
@@ -208,17 +214,17 @@ def compile_lowered(lowered: Lowered, mesh: Mesh | None, function: Wrapped | Non
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Returns `jax.jit(function, **options)` with the compiler options of the default device, built at the first call.
 
-    For functions called directly; `call` compiles the others. Not callable inside another jitted function: JAX
-    accepts compiler options only for the outermost.
+    It is meant for functions that are called directly; `call` compiles the others. The result cannot be called inside
+    another jitted function, because JAX accepts compiler options only for the outermost one.
     """
     jitted = functools.cache(lambda: jax.jit(function, compiler_options=sharding.device().compiler_options, **options))
     return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
 
 
 def _precision(leaves: Sequence[Any], mesh: Mesh | None) -> str | None:
-    """Returns the precision of matrix products: JAX's default, but the highest for float32 on accelerators.
+    """Returns the precision of matrix products: JAX's default, except for float32 on accelerators, which gets the highest.
 
-    Their default rounds float32 to TF32 or bfloat16, by more than the near-ties of float32 allow.
+    By default, accelerators round float32 to TF32 or bfloat16. The error exceeds what the near-ties of float32 allow.
     """
     chosen = jax.config.jax_default_matmul_precision
     is_wide = all(x.dtype.itemsize >= 4 for x in leaves if jax.numpy.issubdtype(x.dtype, np.floating))
@@ -226,7 +232,7 @@ def _precision(leaves: Sequence[Any], mesh: Mesh | None) -> str | None:
 
 
 def compiled(function: Wrapped | None = None) -> list[Program]:
-    """Returns the programs of this process, oldest first; with `function`, those compiled from it."""
+    """Returns the programs of this process, oldest first. With `function`, only those compiled from it."""
     return [program for program in _programs.values() if function in (None, program.function)]
 
 
@@ -238,10 +244,10 @@ def clear() -> None:
 
 
 def keep_programs() -> None:
-    """Keeps compiled programs on disk for later processes, in ~/.cache/treeflash/programs; call it before the first model.
+    """Keeps compiled programs on disk for later processes, in ~/.cache/treeflash/programs. Call it before loading a model.
 
-    Turns on JAX's persistent compilation cache for this process, as the commands do. Changes nothing if JAX has a cache
-    already (JAX_COMPILATION_CACHE_DIR), or with JAX_ENABLE_COMPILATION_CACHE=false. The folder may be deleted at any time;
+    Turns on JAX's persistent compilation cache for this process, as the commands do. Changes nothing if JAX already has a
+    cache (JAX_COMPILATION_CACHE_DIR), or if JAX_ENABLE_COMPILATION_CACHE=false. The folder may be deleted at any time;
     JAX_COMPILATION_CACHE_MAX_SIZE limits its bytes.
 
     Example:
@@ -253,14 +259,14 @@ def keep_programs() -> None:
     try:
         folder = files.user_cache() / "programs"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or one that cannot be written to
+    except (OSError, RuntimeError):  # no home folder, or a read-only one
         return
     if os.access(folder, os.W_OK):
         global _times
         _times = folder.parent / "compile_times.json"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
-        compilation_cache.reset_cache()  # JAX reads the folder's name once, at its first compilation
+        compilation_cache.reset_cache()  # otherwise JAX keeps the folder that it read at its first compilation
 
 
 def _note() -> str:

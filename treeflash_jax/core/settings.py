@@ -1,11 +1,11 @@
-"""Settings: frozen dataclasses whose fields are declared by `setting`; their checks, help, options and dotted names.
+"""Settings: frozen dataclasses with fields declared by `setting`, and their checks, help, options and dotted names.
 
     @dataclass(frozen=True, kw_only=True)
     class Sizes:
         nodes: int | None = setting(None, "tree nodes verified per round", least=1, unset="the drafter's", unit="nodes")
 
-`validate` checks an instance, `describe` returns the help text, and `add_options` adds an option of a command line for
-every field. `build` makes an instance from nested dicts, such as a TOML file's; names in tables are dotted.
+`validate` checks an instance, `describe` returns the help text, and `add_options` adds a command-line option for every
+field. `build` makes an instance from nested dicts, such as a TOML file; a name inside a table is written with a dot.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from treeflash_jax.core.checks import INT32, UnknownSetting, clipped, coerce, hint, parse_json, quoted
 
 T = TypeVar("T")
-kinds = functools.cache(get_type_hints)  # types of the fields of a dataclass, by name
+kinds = functools.cache(get_type_hints)  # types of a dataclass's fields, by name
 
 
 def setting(
@@ -39,20 +39,20 @@ def setting(
     default_factory: Any = MISSING,
     **limits: float,
 ) -> Any:
-    """Returns a dataclass field that is described and checked: `nodes: int = setting(16, "tree nodes", least=1)`.
+    """Returns a dataclass field with help and checks, for example `nodes: int = setting(16, "tree nodes", least=1)`.
 
     Args:
-      default: default value; a field without one, and without a `default_factory`, is required.
+      default: default value; a field with neither this nor a `default_factory` is required.
       help: description for `help` and command lines.
       unit: unit of a number, or kind of a text.
       unset: meaning of the default None or ().
-      basic: lists the field before the advanced ones.
-      group: title under which help lists the field.
-      dtype: int or float, of the array that holds the numbers of a batch; None: there is no such array.
-      choices: returns the accepted texts; called at every check, since registries grow.
-      spelled: returns the usual form of a value that has several, before it is compared with the choices.
+      basic: whether the field is listed before the advanced ones.
+      group: title of the section of help that lists the field.
+      dtype: int or float, dtype of the array with the setting's values for a batch; None: there is no such array.
+      choices: function that returns the accepted texts; called at every check, since registries grow.
+      spelled: function that returns the usual form of a value with several forms; it runs before choices are compared.
       min_length: smallest length of a list; 0 accepts an empty text.
-      **limits: `least`, `most` (INT32 by default), `above` and `below` of a number, also of numbers in a list.
+      **limits: `least`, `most` (INT32 by default), `above` and `below`: limits of a number, or of every number in a list.
     """
     checks: dict[str, Any] = {"most": INT32} | limits if limits else {}
     checks |= {"choices": choices} if choices else {}
@@ -69,7 +69,7 @@ def coerce_field(cls: type, name: str, value: Any, *, label: str = "", from_text
 
 
 def validate(config: Any) -> None:
-    """Checks a new instance; scalars and arrays of NumPy and JAX become numbers and tuples. For `__post_init__`."""
+    """Checks a new instance; for `__post_init__`. Converts scalars and arrays of NumPy and JAX to numbers and tuples."""
     for field in fields(config):
         value = getattr(config, field.name)
         if value is not field.default:
@@ -82,20 +82,20 @@ def changed(config: Any) -> dict[str, Any]:
 
 
 def field_names(cls: type, *groups: str, basic: bool | None = None) -> list[str]:
-    """Returns the names of the fields of a dataclass: only in `groups`, and only basic ones or only others."""
+    """Returns the names of a dataclass's fields: only those in `groups`, if any, and only basic or only advanced ones."""
     chosen = [field for field in fields(cls) if not groups or field.metadata["group"] in groups]
     return [field.name for field in chosen if basic in (None, field.metadata["basic"])]
 
 
 def default_text(field: Field) -> str:
-    """Returns the default of a field as text, `unset` for None and (); "" for False and an empty text."""
+    """Returns the default of a field as text: `unset` for None and (), "" for False and an empty text."""
     if field.default in (None, ()):
         return field.metadata.get("unset", "")
     return "" if field.default in ("", MISSING) or field.default is False else f"{field.default}"
 
 
 def describe(cls: type, chosen: Collection[str] | None = None) -> str:
-    """Returns name, help, choices and default of every setting, or of the named ones."""
+    """Returns name, help, choices and default of all settings, or of the chosen ones."""
     lines = []
     for name, kind, field in leaves(cls):
         if chosen is not None and name not in chosen:
@@ -116,7 +116,7 @@ def _is_required(field: Field) -> bool:
 
 
 def _choices(field: Field, kind: Any) -> list[str]:
-    """Returns the words that a field accepts: its choices, or its Literal's."""
+    """Returns the texts that a field accepts: its choices, or the values of its Literal type."""
     if choices := field.metadata.get("checks", {}).get("choices"):
         return list(choices())
     return [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
@@ -129,8 +129,9 @@ def add_options(
 
     Args:
       chosen: names of the fields to add; None for all.
-      several: names of fields whose option accepts a list of values.
-      **defaults: defaults that replace the fields' own; with argparse.SUPPRESS, the result has given options only.
+      several: names of fields that may have a list of values on the command line.
+      **defaults: values that replace the fields' defaults. With argparse.SUPPRESS, the parsed result contains only the
+        options that were given.
     """
     for field in fields(cls):
         if chosen is None or field.name in chosen:
@@ -141,7 +142,7 @@ def add_options(
 
 
 def _option(cls: type, field: Field, default: Any) -> dict[str, Any]:
-    """Returns the arguments of `add_argument` for a field; of T | Sequence[T], an option takes a T."""
+    """Returns the arguments of `add_argument` for a field. The option of a field of type T | Sequence[T] takes a T."""
     kind = kinds(cls)[field.name]
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
     lists = [Sequence[item] for part in parts for item in (part, part | None)]
@@ -179,7 +180,7 @@ def option_values(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Field]]:
-    """Yields dotted name, type and field of every setting; tables come last, with "[]" after lists of tables."""
+    """Yields dotted name, type and field of every setting. Tables come last; names of lists of tables end with "[]"."""
     tables = []
     for field in fields(cls):
         kind = kinds(cls)[field.name]
@@ -198,12 +199,12 @@ def _table(kind: Any) -> type | None:
 
 
 def setting_names(cls: type) -> list[str]:
-    """Returns the dotted name of every setting; names in list items lack the item's number."""
+    """Returns the dotted name of every setting. A name inside a list of tables has no item number."""
     return [name.replace("[]", "") for name, _, _ in leaves(cls)]
 
 
 def build(cls: type[T], raw: dict[str, Any], where: str = "settings") -> T:
-    """Returns nested dicts as settings. Raises UnknownSetting, or ValueError for a missing or wrong value."""
+    """Builds settings from nested dicts. Raises UnknownSetting, and ValueError for a missing or wrong value."""
     try:
         return _build(cls, raw, "", setting_names(cls))
     except UnknownSetting as error:
@@ -213,7 +214,7 @@ def build(cls: type[T], raw: dict[str, Any], where: str = "settings") -> T:
 
 
 def _build(cls: type, raw: Any, prefix: str, known: list[str]) -> Any:
-    """Returns a table as settings; `known` are the dotted names of all settings, for hints."""
+    """Builds the settings of a table; `known` are the dotted names of all settings, for hints."""
     if not isinstance(raw, dict):
         raise ValueError(f"got {prefix[:-1]} = {quoted(raw)}, expected a dictionary")
     values = {}
@@ -240,7 +241,7 @@ def _build(cls: type, raw: Any, prefix: str, known: list[str]) -> Any:
 
 
 def dotted(raw: dict[str, Any], prefix: str = "", *, into_lists: bool = False) -> dict[str, Any]:
-    """Returns everything in nested dicts, and with `into_lists` in lists of them, by its dotted name."""
+    """Flattens nested dicts to one with dotted names. With `into_lists`, also flattens lists of dicts, by item number."""
     flat: dict[str, Any] = {}
     for key, value in raw.items():
         if into_lists and isinstance(value, list) and value and all(isinstance(item, dict) for item in value):

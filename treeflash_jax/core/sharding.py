@@ -1,8 +1,8 @@
 """Device meshes and the map from logical axes to mesh axes.
 
-RULES maps logical axes of arrays ("batch", "heads", "vocab", ...) to mesh axes. An axis that its mesh axis does not divide
-is replicated, so any model runs on any mesh. Functions use JAX's ambient mesh (`jax.set_mesh`); without one, they are the
-identity.
+RULES maps logical axes of arrays ("batch", "heads", "vocab", ...) to mesh axes. If a mesh axis does not divide the size of
+an array's axis, that axis is replicated, so any model runs on any mesh. Functions use JAX's ambient mesh (`jax.set_mesh`);
+without a mesh, they return their arguments unchanged.
 """
 
 import math
@@ -23,9 +23,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("model",),
     "ffn": ("model",),
     "experts": ("model",),
-    "expert_ffn": ("model",),  # if the experts leave that axis free
+    "expert_ffn": ("model",),  # unless the experts are sharded over it
     "vocab": ("model",),
-    "embed": ("fsdp",),  # model width, of weights only
+    "embed": ("fsdp",),  # model width, for weights only
 }
 
 Axes = tuple[str | None, ...]
@@ -37,9 +37,9 @@ def make_mesh(
     """Makes a (data, model) mesh, or (data, fsdp, model) for training.
 
     Sequences are sharded over `data` and `fsdp`; heads, feed-forward and vocabulary over `model`; stored weights also over
-    `fsdp`. Experts of a mixture are sharded over `model`, each on one device. With `experts`, they are sharded over an axis
-    of that name and the width of every expert over `model`: with `experts=1`, every device along `model` has a slice of
-    each expert, which reads less in passes over few tokens.
+    `fsdp`. Experts of a mixture are sharded over `model`, so that each is on one device. With `experts`, they are sharded
+    over an axis of that name instead, and the width of every expert over `model`. For example, with `experts=1` every
+    device along `model` has a slice of each expert, so passes over few tokens read less.
 
     Raises:
       ValueError: the product of the sizes exceeds the number of devices.
@@ -65,7 +65,7 @@ def check_mesh(mesh: Mesh | None) -> None:
 
 
 def device(mesh: Mesh | None = None) -> Device:
-    """Returns the kind of a mesh's devices; of the default device for None."""
+    """Returns the Device of a mesh; None: of the default device."""
     return describe(jax.devices()[0] if mesh is None else mesh.devices.flat[0])
 
 
@@ -80,8 +80,8 @@ def parse_sizes(text: str) -> dict[str, int]:
 def partition(axes: Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns the PartitionSpec of an array with these logical axes; indivisible axes are replicated.
 
-    If several axes map to the same mesh axis, the first gets it. A mesh with an axis "experts" shards experts over it
-    alone. Axes of an enclosing `jax.shard_map` are omitted: arrays are already local along them.
+    If several axes map to the same mesh axis, the first gets it. On a mesh with an axis "experts", experts are sharded over
+    that axis only. Axes of an enclosing `jax.shard_map` are left out, because arrays are already local along them.
     """
     sizes = {name: size for name, size in mesh.shape.items() if name in free_axes(mesh)}
     taken: set[str] = set()
@@ -118,7 +118,7 @@ def manual_axes(mesh: Mesh | AbstractMesh | None) -> frozenset[str]:
 
 
 def free_axes(mesh: Mesh | AbstractMesh | None) -> frozenset[str]:
-    """Returns the mesh axes that no enclosing `jax.shard_map` has; none without a mesh."""
+    """Returns the mesh axes that no enclosing `jax.shard_map` uses; empty without a mesh."""
     return frozenset(() if mesh is None else mesh.axis_names) - manual_axes(mesh)
 
 
@@ -129,12 +129,12 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def pad_batch_size(size: int, mesh: Mesh | None) -> int:
-    """Rounds a batch size up to a multiple of the mesh's parts of a batch, data x fsdp."""
+    """Rounds a batch size up to a multiple of the number of parts into which the mesh splits a batch (data x fsdp)."""
     return per_shard(size, mesh) * _data_ways(mesh)
 
 
 def per_shard(size: int, mesh: Mesh | AbstractMesh | None) -> int:
-    """Returns the number of sequences in each of the mesh's parts of a batch, padding included."""
+    """Returns the number of sequences in each part of a batch that the mesh splits, padding included."""
     return -(-size // _data_ways(mesh))
 
 
@@ -149,17 +149,17 @@ def place(tree: Any, mesh: Mesh | None, *, over_batch: bool = True) -> Any:
     Args:
       tree: arrays that are complete on every process.
       mesh: mesh for the arrays; None leaves them on their devices.
-      over_batch: shards the first axis, the batch, over the mesh; false replicates the arrays.
+      over_batch: whether the first axis, the batch, is sharded over the mesh; if not, arrays are replicated.
     """
     if mesh is None:
         return tree
 
     def put(x: jax.Array) -> jax.Array:
-        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):  # cannot be put on the devices of other processes
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):  # JAX cannot put keys on devices of other processes
             return jax.random.wrap_key_data(put(jax.random.key_data(x)))
         axes = ("batch" if over_batch else None,) + (None,) * (x.ndim - 1) if x.ndim else ()
         spec = partition(axes, x.shape, mesh)
-        while spec and spec[-1] is None:  # the normal form of the shardings of programs' results
+        while spec and spec[-1] is None:  # programs' results have shardings in this form
             spec = PartitionSpec(*spec[:-1])
         return jax.device_put(x, NamedSharding(mesh, spec))
 
@@ -167,7 +167,7 @@ def place(tree: Any, mesh: Mesh | None, *, over_batch: bool = True) -> Any:
 
 
 def pin(tree: Any, axes: Any) -> Any:
-    """Constrains the sharding of every array of a tree; `axes` is a tree of their logical axes."""
+    """Constrains the sharding of every array of a tree; `axes` is a tree with the logical axes of each."""
     return tree if current() is None else jax.tree.map(constrain, tree, axes)
 
 
@@ -182,9 +182,9 @@ def to_host(tree: Any) -> Any:
 
 
 def over_batch(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Runs a function on each device's sequences; the batch is the first axis of all its arguments and results.
+    """Runs a function on each device's sequences. The batch must be the first axis of all its arguments and results.
 
-    For small operations that automatic partitioning would gather over the batch (`top_k` of a frontier).
+    It serves small operations for which automatic partitioning would gather the batch (`top_k` of a frontier).
     """
     mesh = current()
     batch = jax.tree.leaves(arrays)[0].shape[0]
@@ -195,9 +195,9 @@ def over_batch(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequence[tuple[Axes, Sequence[int]]]) -> Any:
-    """Runs a function on each device's part of `arrays`, or pytrees; its result is sharded like the first of them.
+    """Runs a function on each device's part of `arrays`, which may be pytrees. Its result is sharded like the first.
 
-    `layouts` has, for each of `arrays`, its logical axes, and the sizes that the mesh axes must divide.
+    For each of `arrays`, `layouts` has the logical axes and the sizes that the mesh axes must divide.
     """
     mesh = current()
     if mesh is None or not free_axes(mesh):

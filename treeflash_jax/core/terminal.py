@@ -1,4 +1,4 @@
-"""Text of models, files and users on standard output: raw in pipes, without control characters in terminals."""
+"""Printing of text from models, files and users: unchanged into pipes, without control characters on terminals."""
 
 import sys
 from typing import Any
@@ -10,7 +10,7 @@ from treeflash_jax.core.checks import printable
 
 
 def shown(text: str, is_terminal: bool) -> str:
-    """Returns text as it is printed; terminals obey control characters, which become escapes such as \\x1b there."""
+    """Returns text as it is printed: for terminals, which obey control characters, these become escapes such as \\x1b."""
     return printable(text) if is_terminal else text
 
 
@@ -20,7 +20,7 @@ def show(text: str, end: str = "\n") -> None:
 
 
 class Console(console.Console):
-    """A console of rich that prints strings, also those in tables, as `show` does, without highlighting or emoji."""
+    """A rich console that prints strings, also inside tables, as `show` does: without highlighting or emoji."""
 
     def __init__(self, **options: Any):
         super().__init__(highlight=False, emoji=False, **options)
