@@ -1,17 +1,19 @@
-"""Attention of new positions over a cached prefix and over each other, under one softmax.
+"""Attention of new positions over a cached prefix and over each other, in one softmax.
 
-Every new position sees the whole committed prefix and those new positions that its mask allows: ancestors in a draft tree,
-earlier positions in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context]
-mask exists.
+Every new position sees the whole committed prefix, and the new positions that its mask allows. These are its ancestors in a
+draft tree, earlier positions in a prefill chunk, all positions of a drafter's block, and only itself in a one-token step.
+No mask [new, context] is stored.
 
 - "xla", the plain form, reads the whole capacity of the cache.
-- "streamed" and "blocked" read one block of the cache after the other, up to the longest prefix, and keep the logits of one
-  block only. Blocks are quarters of the cache ("streamed", for CPUs) or large ("blocked").
-- Other names are kernels. They read each prefix block by block under an online softmax. Operands that a kernel does not
-  take run as by "xla".
+- "streamed" and "blocked" read the cache block by block, up to the longest prefix, and keep the logits of a single block.
+  Blocks are quarters of the cache ("streamed", for CPUs) or large ("blocked").
+- Other names are kernels. They read each prefix block by block with an online softmax. "xla" runs for operands that a
+kernel
+  does not take.
 
-Layers with a window run as by "xla", whatever the name. Of a ring, they read all slots. Of a whole cache, they read only a
-part, but "xla" itself reads all slots and hides the others. For packed sequences in training, see `packed_attention`.
+Layers with a window are computed as by "xla", whatever the name. In a ring, all slots are read. In a whole cache, only the
+slots of the window are read; but under the name "xla", all slots are read and masked. For packed sequences in training, see
+`packed_attention`.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), n layers of an array, s cache slots, x keys of
 either kind, h query heads, k key/value heads, g = h / k, q = g t queries of one key/value head, y shares of the prefix,
@@ -34,9 +36,9 @@ from treeflash_jax.models.backend import products
 from treeflash_jax.models.kv_cache import LayerKV
 
 QUARTERS = 4  # blocks of "streamed"
-SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # slots of caches below which programs have no loops, and compile faster
-FEWEST_QUERIES = 256  # per key/value head, if a pass reads the keys more than once
-BLOCK = 8192  # slots that "blocked" reads at a time, at most
+SHORT, SHORT_FOR_ONE_QUERY = 384, 2048  # caches with fewer slots are read without loops, which compiles faster
+FEWEST_QUERIES = 256  # fewest queries per key/value head of a part, if queries are split into parts
+BLOCK = 8192  # most slots that "blocked" reads at a time
 
 
 class Operands(NamedTuple):
@@ -72,11 +74,11 @@ def tree_attention(
     Args:
       q_bthe, k_buke, v_buke: queries, keys and values of the new positions.
       mask_btu: True if new position t sees new position u. Every position must see itself.
-      prefix: committed keys and values, in slots as `LayerKV.positions` has them. None: no prefix.
+      prefix: committed keys and values; `LayerKV.positions` says which position is in which slot. None: no prefix.
       length_b: number of committed positions per sequence.
-      first_bt: first position of the prefix that each new one sees (sliding windows); None: all. Rings need it.
-      window: largest number of positions before `length_b` that a new one sees; None: not known, so all are read.
-      sinks_h: logits that join the softmax of each head, and whose weights are dropped; None: none.
+      first_bt: first position of the prefix that each new position sees (sliding windows); None: all. Required for rings.
+      window: largest number of positions before `length_b` that a new position sees; None: unknown, so all are read.
+      sinks_h: one more logit in the softmax of each head; its weight is dropped. None: no sinks.
       implementation: a name in IMPLEMENTATIONS.
     """
     operands = Operands(q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b)
@@ -126,7 +128,7 @@ def _attend(operands: Operands) -> jax.Array:
 
 
 def _windowed(operands: Operands, window: int) -> jax.Array:
-    """Runs `attend_plainly` on the last `window` slots of each sequence, or on its first ones if it is shorter."""
+    """Runs `attend_plainly` on the last `window` slots of each sequence; on its first slots if the sequence is shorter."""
     prefix, length_b = operands.prefix, operands.length_b
     start_b = jnp.maximum(length_b - window, 0)
     first_bt = operands.first_bt - start_b[:, None]
@@ -136,7 +138,7 @@ def _windowed(operands: Operands, window: int) -> jax.Array:
 
 
 def _streamed(operands: Operands) -> jax.Array:
-    """Reads the quarters of the cache that hold the longest prefix; a short cache as "xla" does."""
+    """Reads the quarters of the cache that hold the longest prefix. Reads a short cache as "xla" does."""
     slots = operands.prefix.num_slots
     is_short = slots < (SHORT_FOR_ONE_QUERY if operands.q_bthe.shape[1] == 1 else SHORT)
     return attend_plainly(operands) if is_short else _in_blocks(operands, QUARTERS)
@@ -149,9 +151,9 @@ def _blocked(operands: Operands) -> jax.Array:
 
 
 def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
-    """Adds up one block of the cache after the other under an online softmax, up to the longest prefix.
+    """Adds up the cache block by block with an online softmax, up to the longest prefix.
 
-    Blocks have equal sizes: their number is `least_blocks`, or the next one that divides the slots.
+    All blocks have the same size. Their number is `least_blocks`, or the next larger number that divides the slots.
     """
     slots = operands.prefix.num_slots
     size = slots // next(blocks for blocks in count(least_blocks) if slots % blocks == 0)
@@ -182,9 +184,10 @@ def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
 
 
 def on_each_device(attend: Callable[[Operands], jax.Array], operands: Operands) -> jax.Array:
-    """Runs `attend` on every device of a mesh, for its own sequences and heads; no device waits for another.
+    """Runs `attend` on every device of a mesh, for the device's sequences and heads. No device waits for another.
 
-    Query heads follow their key/value head: if the model axis does not divide those, all devices along it do the same.
+    Query heads are on the device of their key/value head. If the model axis does not divide the number of key/value heads,
+    all devices along that axis do the same work.
     """
     *arrays, prefix, length_b = operands
     kv_shape = operands.k_buke.shape
@@ -194,9 +197,10 @@ def on_each_device(attend: Callable[[Operands], jax.Array], operands: Operands) 
 
 
 def over_mesh(attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], prefix: LayerKV, length_b: jax.Array) -> Any:
-    """Runs `attend(*arrays, prefix, length_b)` on every device of a mesh, for its own sequences and heads.
+    """Runs `attend(*arrays, prefix, length_b)` on every device of a mesh, for the device's sequences and heads.
 
-    The prefix is given in parts, since the index of its layer is the same on all devices.
+    The prefix is passed in parts: its arrays are split over the mesh, but the index of its layer is the same on all
+      devices.
     """
 
     def run(*arrays: Any) -> Any:
@@ -211,7 +215,7 @@ def over_mesh(attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], p
 def group_queries(q_bthe: jax.Array, kv_heads: int) -> jax.Array:
     """Returns the queries by key/value head, [b, k, q, e].
 
-    Products then are plain batched ones, and nothing as large as the logits is transposed.
+    In this form, products are plain batched products, and no array as large as the logits is transposed.
     """
     batch, queries, _, head_dim = q_bthe.shape
     q_bkgte = jnp.moveaxis(q_bthe.reshape(batch, queries, kv_heads, -1, head_dim), 1, 3)
@@ -228,7 +232,7 @@ def _ungroup_queries(mixed_bkqe: jax.Array, q_bthe: jax.Array) -> jax.Array:
 def divide(
     mixed_bkqe: jax.Array, total_bkq1: jax.Array, peak_bkq1: jax.Array, sinks_h: jax.Array | None, q_bthe: jax.Array
 ) -> jax.Array:
-    """Returns sums of exp(l - peak) v over those of exp(l - peak), which sinks join, in the layout of the queries."""
+    """Returns sums of exp(l - peak) v divided by sums of exp(l - peak), including sinks, in the layout of the queries."""
     if sinks_h is not None:
         sinks_kq1 = jnp.repeat(sinks_h.astype(peak_bkq1.dtype), q_bthe.shape[1]).reshape(peak_bkq1.shape[1:])
         total_bkq1 += jnp.exp(sinks_kq1 - peak_bkq1)
@@ -236,7 +240,7 @@ def divide(
 
 
 def logits(q_bkqe: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array) -> jax.Array:
-    """Returns logits [b, k, q, x], -inf for keys that are not seen; the t axis of `seen` may be 1."""
+    """Returns logits [b, k, q, x], with -inf for keys that a query does not see. The t axis of `seen` may have size 1."""
     logits_bkqx = products.attention_scores(q_bkqe, keys_bkxe) * q_bkqe.shape[-1] ** -0.5
     logits_bkgtx = logits_bkqx.reshape(*q_bkqe.shape[:2], -1, *seen_btx.shape[1:])
     return jnp.where(seen_btx[:, None, None], logits_bkgtx, -jnp.inf).reshape(logits_bkqx.shape)

@@ -1,7 +1,7 @@
-"""The layer kind of attention: keys and values of committed positions in a cache (`kv_cache`).
+"""The layer kind of attention. It keeps keys and values of committed positions in a cache (`kv_cache`).
 
-Shape suffixes: b batch, t tokens, u the same as keys, d model, h query heads, k key/value heads, g query heads of one
-key/value head and also its key, its value and its gates, e head dim, z e or 2 e.
+Shape suffixes: b batch, t tokens, u tokens as keys, d model, h query heads, k key/value heads, g heads of one
+key/value head: its queries, its key, its value and its gates, e head dim, z e or 2 e.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class AttentionLayer(LayerKind):
     """Attention with grouped queries over earlier positions; `ModelConfig` says which parts it has.
 
     Attributes:
-      is_windowed: whether a position sees the last `ModelConfig.window` positions only.
-      shares: as in `LayerKind`; such a layer has queries only.
+      is_windowed: whether a position sees only the last `ModelConfig.window` positions.
+      shares: as in `LayerKind`; a layer that shares has weights for queries only.
     """
 
     merged: ClassVar[tuple[str, ...]] = ("q", "k", "v", "o", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
@@ -38,7 +38,11 @@ class AttentionLayer(LayerKind):
 
     @property
     def stacks(self) -> bool:
-        """True without a window: kernels read a layer in its stack, and XLA, which reads windows, would copy it out."""
+        """True without a window.
+
+        Kernels read a layer inside its stack. Layers with a window use XLA, which would first copy the layer out of the
+        stack.
+        """
         return not self.is_windowed
 
     def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
@@ -72,14 +76,14 @@ class AttentionLayer(LayerKind):
         return kv_cache.KVRing(*arrays, window=config.window) if is_ring else kv_cache.KVState(*arrays)
 
     def precompute(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
-        """Returns the rotary table, the mask, and the first position that each one sees, None for all."""
+        """Returns the rotary table, the mask, and the first position that each position sees; None: it sees all."""
         table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
         if not self.is_windowed:
             return table, mask_btu, None
         mask_btu = mask_btu.dense() if isinstance(mask_btu, PackedMask) else mask_btu
         first_bt = jnp.maximum(positions_bt - config.window + 1, 0)
         is_near_btu = positions_bt[:, None] >= first_bt[..., None]
-        num_earlier = mask_btu.shape[2] - is_near_btu.shape[2]  # on the path above, and nearer than any window
+        num_earlier = mask_btu.shape[2] - is_near_btu.shape[2]  # `earlier`: on the path above, and nearer than any window
         is_near_btu = jnp.pad(is_near_btu, ((0, 0), (0, 0), (num_earlier, 0)), constant_values=True)
         return table, mask_btu & is_near_btu, first_bt
 
@@ -106,10 +110,10 @@ class AttentionLayer(LayerKind):
 
 @programs.jit
 def merge(params: Params) -> Params:
-    """Returns one array each for maps, norms and biases of queries, keys and values, and the output's map as a matrix.
+    """Joins the maps, the norms and the biases of queries, keys and values; returns the output's map as a matrix.
 
-    In "qkv" every key/value head has its query heads, its key, its value and its gates if there are any, so that a mesh
-    shards all alike.
+    In "qkv", each key/value head comes with its query heads, its key, its value and, if there are any, its gates. A mesh
+    therefore shards all of them in the same way.
     """
 
     def by_kv_head(q_hz: jax.Array, k_ke: jax.Array, v_ke: jax.Array) -> jax.Array:
@@ -130,7 +134,7 @@ def merge(params: Params) -> Params:
 def queries_keys_values(
     params: Params, config: ModelConfig, x_btd: jax.Array, table: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns rotated queries and keys, values and gates, of merged weights or others; no gates: None."""
+    """Returns rotated queries, rotated keys, values and gates (None: no gates), from merged or unmerged weights."""
     if "qkv" not in params:
         q_bthz = layers.projected("btd,hzd->bthz", x_btd, params, "q")
         q_bthe, gate_bthe = jnp.split(q_bthz, 2, axis=-1) if config.gates_attention else (q_bthz, None)
@@ -141,7 +145,8 @@ def queries_keys_values(
     if config.gates_attention:
         x_btkge, gate_btkge = jnp.split(x_btkge, [config.num_heads // config.num_kv_heads + 2], axis=3)
         gate_bthe = gate_btkge.reshape(heads)
-    # Values are normed and rotated too, but not read: a GPU would launch kernels of their own for a slice without them.
+    # Values are normed and rotated too, and the result is ignored: without them, a GPU would launch more kernels for a
+    # slice.
     rotated_btkge = layers.norm(config, x_btkge, params["qkv_norm"]) if config.qk_norm else x_btkge
     rotated_btkge = rotate(rotated_btkge.reshape(*x_btd.shape[:2], -1, config.head_dim), table).reshape(x_btkge.shape)
     q_bthe = rotated_btkge[..., :-2, :].reshape(heads)
@@ -149,5 +154,5 @@ def queries_keys_values(
 
 
 def raw_heads(params: Params, x_btd: jax.Array) -> jax.Array:
-    """Returns query heads, key, value and gates of each key/value head [b, t, k, g, e], of merged weights."""
+    """Returns query heads, key, value and gates of each key/value head, [b, t, k, g, e], from merged weights."""
     return layers.projected("btd,kged->btkge", x_btd, params, "qkv")

@@ -1,6 +1,6 @@
-"""The cache of a model: the states of its layers, whatever their kinds, and the number of committed positions.
+"""The cache of a model: the states of its layers, of any kind, and the number of committed positions.
 
-New positions live outside of it until they are committed, so a verify pass reads the cache and never writes it.
+New positions are outside the cache until they are committed, so a verify pass reads the cache and never writes it.
 
 Shape suffixes: b batch, p committed positions.
 """
@@ -23,9 +23,9 @@ class Cache:
     """States of all layers after the first `length_b` positions of each sequence.
 
     Attributes:
-      states: one for each layer that has its own, or for all layers of a kind that stacks.
+      states: a state for each layer that keeps one; layers of a kind that stacks may share a state.
       length_b: number of committed positions.
-      groups: the layers of each state, by index; static.
+      groups: indices of the layers in each state; static.
     """
 
     states: tuple[LayerState, ...]
@@ -34,7 +34,7 @@ class Cache:
 
     @property
     def layers(self) -> tuple[Any, ...]:
-        """The part of a state that each layer keeps, in order of layers; None for a layer that keeps none."""
+        """The part of a state that belongs to each layer, in order of layers; None for a layer that keeps no state."""
         pairs = zip(self.states, self.groups, strict=True)
         by_layer = {layer: state.layer(index) for state, group in pairs for index, layer in enumerate(group)}
         return tuple(by_layer.get(layer) for layer in range(max(by_layer) + 1))
@@ -48,13 +48,13 @@ class Cache:
         return pin(self.replace(states=tuple(state.grow(capacity) for state in self.states)))
 
     def longest_cut(self, kept_b: jax.Array) -> jax.Array:
-        """Returns the largest number of positions, at most `kept_b`, that `cut` can keep."""
+        """Returns the largest number of positions, up to `kept_b`, to which `cut` can cut the cache."""
         for state in self.states:
             kept_b = state.longest_cut(self.length_b, kept_b)
         return kept_b
 
     def cut(self, kept_b: jax.Array) -> Self:
-        """Returns a cache of only the first `kept_b` committed positions of each sequence, a result of `longest_cut`."""
+        """Returns a cache of only the first `kept_b` committed positions of each sequence; see `longest_cut`."""
         return self.replace(states=tuple(state.cut(kept_b) for state in self.states), length_b=kept_b)
 
 
@@ -64,9 +64,9 @@ def allocate(
     """Returns an empty cache with room for `capacity` positions of `batch` sequences.
 
     Args:
-      stacked: whether a kind that stacks has one state for all of its layers.
-      can_cut: whether `cut` must work: then states keep positions that left the window, and a copy of a recurrent state,
-        for sessions.
+      stacked: whether all layers of a kind that stacks share a state.
+      can_cut: whether `cut` must work, as sessions need. If so, states also keep positions that left the window, and a copy
+        of a recurrent state.
     """
     groups: dict[Any, list[int]] = {}
     for layer, name in enumerate(config.kinds):
@@ -81,15 +81,15 @@ def allocate(
 
 
 def commit(cache: Cache, new: tuple[Any, ...], count_b: jax.Array, path_bp: jax.Array | None = None) -> Cache:
-    """Commits the first `count_b` of the new positions, or of those that `path_bp` names, in that order.
+    """Commits the first `count_b` of the new positions, in order, or the first `count_b` of `path_bp`.
 
-    States may store garbage past `count_b`, which the next commit overwrites. The caller keeps
-    `length_b + width <= capacity`.
+    Slots past `count_b` may get garbage, which the next commit overwrites. The caller must keep `length_b + width <=
+    capacity`.
 
     Args:
       new: `verifier.Output.new`.
-      count_b: number of positions to keep per sequence. Inside a loop it must depend on the pass that reads the cache
-        (`count_after`): stores wait for it, and a store that could come before a read makes XLA copy the cache.
+      count_b: number of positions to keep per sequence. Inside a loop, it must depend on the pass that reads the cache
+        (`count_after`). Stores wait for the count. If XLA could run a store before a read, it would copy the cache.
       path_bp: indices of new positions in order of position; None: all of them.
     """
 
@@ -103,16 +103,17 @@ def commit(cache: Cache, new: tuple[Any, ...], count_b: jax.Array, path_bp: jax.
 
 
 def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:
-    """Returns `count_b`, made to depend on `computed_b`, so that stores of `commit` follow the pass that reads the cache.
+    """Returns `count_b`, but makes it depend on `computed_b`. Stores of `commit` then follow the pass that reads the cache.
 
-    XLA removes `lax.optimization_barrier` before it inserts copies (jax 0.10, CPU): with one, every store copies a cache.
+    Note that `lax.optimization_barrier` cannot replace it: XLA removes barriers before it inserts copies (jax 0.10, CPU),
+    so every store would copy a cache.
 
     Args:
-      computed_b: numbers that the pass computes; the result is `count_b` whatever they are.
+      computed_b: numbers that the pass computes; they do not change the result's value.
     """
     return jnp.maximum(count_b, count_b - (computed_b < 0))
 
 
 def pin(cache: Cache) -> Cache:
-    """Constrains a cache to its layout on the ambient mesh, so that loops carry it in that layout and no other."""
+    """Constrains a cache to its layout on the ambient mesh, so that loops carry it in this layout."""
     return sharding.pin(cache, cache.axes())

@@ -9,15 +9,15 @@ from typing import Literal, Self
 class Rope:
     """Rotary position embedding.
 
-    `llama3` and `yarn` slow low frequencies by `factor`, `longrope` divides every frequency by its entry of `divisors`, and
-    `proportional` rotates the first pairs of the whole head only.
+    `llama3` and `yarn` slow low frequencies by `factor`. `longrope` divides every frequency by its entry of `divisors`.
+    `proportional` rotates only the first pairs of the whole head.
 
     Attributes:
-      attention_factor: multiplies cosines and sines, so attention scores grow by its square.
-      beta_fast, beta_slow: turns within the original context above which `yarn` keeps a frequency, and below which it is
-        slowed in full.
-      truncate: whether `yarn` rounds the first and last pair between these two outwards to whole pairs.
-      fraction: share of a head that is rotated, its first elements; of `proportional`, share of its pairs.
+      attention_factor: factor of cosines and sines; attention scores grow by its square.
+      beta_fast, beta_slow: turns within the original context; `yarn` keeps frequencies with more than `beta_fast`, and
+        slows frequencies with fewer than `beta_slow` by the full factor.
+      truncate: whether `yarn` rounds the first and the last pair between these limits outwards to whole pairs.
+      fraction: share of a head's elements that is rotated, from the first one on; for `proportional`, share of its pairs.
     """
 
     theta: float = 10_000.0
@@ -39,8 +39,8 @@ class DeltaSizes:
     """Sizes of gated delta-rule layers.
 
     Attributes:
-      key_heads: heads of queries and keys; each serves value_heads / key_heads value heads in a row.
-      conv_width: inputs of the convolution, the position itself included.
+      key_heads: number of heads of queries and keys; each serves value_heads / key_heads consecutive value heads.
+      conv_width: number of inputs of the convolution, including the position itself.
     """
 
     key_heads: int
@@ -51,13 +51,13 @@ class DeltaSizes:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: those of queries, keys and values."""
+        """Number of channels of the convolution: all channels of queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindSizes:
-    """Sizes of the layers of one kind in a model whose layers differ; the names are those of `ModelConfig`."""
+    """Sizes of the layers of one kind, in a model with kinds of different sizes; names are as in `ModelConfig`."""
 
     num_kv_heads: int
     head_dim: int
@@ -68,7 +68,7 @@ class KindSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A stack of decoder layers: a verifier's, or the layers of a DFlash drafter.
+    """Config of a stack of decoder layers: a verifier, or the layers of a DFlash drafter.
 
     Example:
       >>> import treeflash_jax as tf
@@ -79,33 +79,34 @@ class ModelConfig:
       qk_norm: whether queries and keys are normalised before the rotation.
       qkv_bias: whether queries, keys and values have biases.
       o_bias: whether attention's output has a bias.
-      model_type: the architecture, by its name in `formats.architectures`.
-      num_experts: experts per sparse layer; 0: all layers are dense.
-      experts_per_token: experts that a sparse layer runs each token through.
-      expert_size: feed-forward width of an expert; `intermediate_size` is that of the dense layers.
+      model_type: name of the architecture in `formats.architectures`.
+      num_experts: number of experts per sparse layer; 0: all layers are dense.
+      experts_per_token: number of experts that process each token in a sparse layer.
+      expert_size: feed-forward width of an expert; `intermediate_size` is the width of dense layers.
       normalize_experts: whether the weights of a token's experts are divided by their sum.
       expert_biases: whether the router and the maps of experts have biases.
-      swiglu_limit: bound of an expert's gate and up map, which then are clamped (`expert_sums`); 0: silu(gate) * up.
-      dense_layers: dense layers of a mixture of experts.
-      dense_beside_experts: whether sparse layers add a dense feed-forward part to the sum of the experts, each with its
-        norms, and the router reads the residual stream and scales each expert.
-      activation: name in `layers.ACTIVATIONS` of the activation in feed-forward parts.
-      offset_norms: whether norms store their scale - 1.
-      wide_norms: whether norms multiply by their scale before they round, as they always do with `offset_norms`.
-      post_norms: whether what attention and feed-forward part add to the residual stream is normed.
+      swiglu_limit: bound to which an expert's gate and up maps are clamped (`expert_sums`); 0: not clamped, silu(gate) *
+        up.
+      dense_layers: indices of the dense layers in a mixture of experts.
+      dense_beside_experts: whether sparse layers add a dense feed-forward part to the sum of the experts, with separate
+        norms. The router then reads the residual stream and scales each expert.
+      activation: name of the activation in feed-forward parts (`layers.ACTIVATIONS`).
+      offset_norms: whether norms store scale - 1.
+      wide_norms: whether norms multiply by their scale before they round; with `offset_norms`, they always do.
+      post_norms: whether outputs of attention and feed-forward part are normed before the residual addition.
       value_norm: whether values are normed, without a scale.
-      keys_are_values: whether there is no map of values: they are the keys before norm and rotation.
+      keys_are_values: whether values have no map; they are then the keys before norm and rotation.
       layer_scalars: whether each layer multiplies its output by a number.
-      layer_input_size: width of the input that each layer has of its own, from the tokens; 0: none.
-      embedding_factor: factor of token embeddings, rounded to their dtype.
-      logit_cap: bound c of logits, which are c tanh(logit / c); 0: none.
-      gates_attention: whether the query map also gives a gate for each element of attention's output, head by head.
-      attention_sinks: whether attention's softmax has one more logit per head, whose weight is dropped.
-      window: positions that a layer of kind "sliding_attention" sees, the query's included.
-      layer_types: name of the kind of each layer in `layer_kinds.KINDS`; (): all are "full_attention".
-      sizes: sizes of kinds of layers that differ from the model's, with the names of the kinds.
-      shared_expert_size: feed-forward width of an expert that sees every token, in sparse layers; 0: there is none.
-      delta: sizes of the layers of kind "linear_attention".
+      layer_input_size: width of the additional input that each layer gets from the tokens; 0: no such input.
+      embedding_factor: factor of token embeddings; rounded to their dtype.
+      logit_cap: bound c of logits, which become c tanh(logit / c); 0: no bound.
+      gates_attention: whether the query map also produces gates, one for each element of attention's output, head by head.
+      attention_sinks: whether attention's softmax has an additional logit per head; its weight is dropped.
+      window: number of positions that a layer of kind "sliding_attention" sees, including the query's.
+      layer_types: name of each layer's kind in `layer_kinds.KINDS`; (): all layers are "full_attention".
+      sizes: sizes of kinds of layers that differ from the model's, each with the name of the kind.
+      shared_expert_size: in sparse layers, feed-forward width of the expert that sees every token; 0: no such expert.
+      delta: sizes of layers of kind "linear_attention".
     """
 
     vocab_size: int
@@ -156,13 +157,13 @@ class ModelConfig:
         return self.layer_types or ("full_attention",) * self.num_layers
 
     def of_kind(self, kind: str) -> Self:
-        """Returns the config with the sizes of the layers of a kind."""
+        """Returns the config with the sizes of a kind of layers."""
         sizes = dict(self.sizes).get(kind)
         return self if sizes is None else replace(self, sizes=(), **vars(sizes))
 
     @property
     def runs(self) -> tuple[tuple[str, bool, int], ...]:
-        """Runs of equal layers, each as (kind, is sparse, number of layers)."""
+        """Runs of consecutive equal layers, each as (kind, is sparse, number of layers)."""
         sparse = [self.num_experts > 0 and i not in self.dense_layers for i in range(self.num_layers)]
         runs = groupby(zip(self.kinds, sparse, strict=True))
         return tuple((kind, is_sparse, len(list(run))) for (kind, is_sparse), run in runs)

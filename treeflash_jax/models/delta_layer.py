@@ -1,4 +1,4 @@
-"""The layer kind of gated delta rules (Gated DeltaNet): a state of fixed size in place of keys and values.
+"""The layer kind of gated delta rules (Gated DeltaNet), which keeps a state of fixed size instead of keys and values.
 
 Source: Gated Delta Networks (arXiv 2412.06464); transformers, qwen3_5 and qwen3_next.
 
@@ -28,13 +28,13 @@ _AXES = DeltaState(("batch", None, "heads"), ("batch", "heads", None, None))
 
 @struct.dataclass
 class DeltaLayerState(LayerState):
-    """The state after all committed positions, and a copy of it as of the last chunk of a prompt.
+    """The state after all committed positions, and a copy from the end of the last chunk of a prompt.
 
-    A recurrent state cannot be cut back to any length, so that a session goes on from one of the two.
+    A recurrent state cannot be cut to any length, so a session continues from one of these two.
 
     Attributes:
       at_prompt: the copy; None if the state cannot be cut.
-      prompt_b: number of positions that the copy has read.
+      prompt_b: number of positions before the copy.
     """
 
     now: DeltaState
@@ -98,7 +98,7 @@ class DeltaLayer(LayerKind):
     def mix(
         self, params: Params, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any
     ) -> tuple[jax.Array, Any]:
-        """Raises ValueError for `earlier`: positions in no state have none that later ones could go on from."""
+        """Raises ValueError for `earlier`: later positions can only continue from committed ones, which a state holds."""
         if earlier is not None:
             raise ValueError("got earlier positions in a layer with a recurrent state, expected all of them committed")
         mask_btu, batch = inputs.mask_btu, x_btd.shape[0]
@@ -107,7 +107,7 @@ class DeltaLayer(LayerKind):
         before = delta_rule.init(config.delta, batch, x_btd.dtype) if state is None else state.now
         length_b = jnp.zeros(batch, jnp.int32) if inputs.length_b is None else inputs.length_b
         qkv_btc, z_bthf, beta_bth, decay_bth = _project(params, config, x_btd)
-        if x_btd.shape[1] > 1:  # a commit reads it again: XLA:GPU would keep the product's float32 partial sums until then
+        if x_btd.shape[1] > 1:  # otherwise XLA:GPU keeps float32 partial sums until the commit
             qkv_btc = jax.lax.optimization_barrier(qkv_btc)
         convolved_btc = delta_rule.convolve(
             qkv_btc, before.window_bjc, params["conv"], inputs.positions_bt, mask_btu, length_b
@@ -125,7 +125,7 @@ class DeltaLayer(LayerKind):
 
 @programs.jit
 def merge(params: Params) -> Params:
-    """Returns one array for the four maps of the input."""
+    """Joins the four maps of the input into an array."""
     maps = [params[name] for name in DeltaLayer.merged]
     return {"delta_in": jax.tree.map(lambda *maps_cd: jnp.concatenate(maps_cd), *maps)}
 
@@ -148,7 +148,7 @@ def _project(params: Params, config: ModelConfig, x_btd: jax.Array) -> tuple[jax
 
 
 def _heads(config: ModelConfig, qkv_btc: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries and keys of length 1 [b, t, g, e], and values [b, t, h, f]."""
+    """Returns queries and keys of length 1, [b, t, g, e], and values [b, t, h, f]."""
     sizes, place = config.delta, qkv_btc.shape[:2]
     keys = sizes.key_heads * sizes.key_dim
     q_btc, k_btc, v_btc = jnp.split(qkv_btc, [keys, 2 * keys], axis=-1)

@@ -1,4 +1,4 @@
-"""The gated delta rule and its convolution over new positions that a mask orders: a chunk, a tree, a chain or one token.
+"""The gated delta rule and its convolution over new positions: a chunk, a tree, a chain or one token, as a mask says.
 
 Along a path of positions, with log decays g <= 0 and strengths beta in (0, 1), the state S [e, f] of a head follows
 
@@ -8,9 +8,9 @@ A pass over a tree needs no state per node. With G_n the sum of g over position 
 
     u_n = beta_n (v_n - exp(G_n) S_0^T k_n - sum over strict ancestors m of exp(G_n - G_m) (k_m . k_n) u_m)
 
-a triangular system, since ancestors precede their descendants. It is solved by substitution: the series of powers of its
-matrix has the same sum, but loses all digits if keys resemble each other. Passes read the committed state and never write
-it. What a commit needs of the new positions is `NewDelta`.
+This is a triangular system, since ancestors precede their descendants. It is solved by substitution. The power series of
+its matrix has the same sum, but loses all digits if keys resemble each other. Passes read the committed state and never
+write it. `NewDelta` holds what a commit needs of the new positions.
 
 Source: Gated Delta Networks (arXiv 2412.06464).
 
@@ -33,19 +33,19 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.config import DeltaSizes
 
-BLOCK = 64  # positions that are solved together; a longer chunk carries the state from block to block
+BLOCK = 64  # positions solved together; longer chunks carry the state from block to block
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @struct.dataclass
 class DeltaState:
-    """The state of a layer after the committed positions, however many they are.
+    """The state of a layer after the committed positions. Its size does not depend on their number.
 
     Attributes:
       window_bjc: inputs of the convolution at the last j - 1 positions, oldest first; 0 before the first token.
-      state_bgez: states of the value heads of each key head, side by side; float32 at least. Products with keys read and
-        write them in this order.
+      state_bgez: states S of the value heads of each key head, side by side; float32 at least. Products with keys read and
+        write them in this layout.
     """
 
     window_bjc: jax.Array
@@ -54,11 +54,11 @@ class DeltaState:
 
 @struct.dataclass
 class NewDelta:
-    """The part of a pass that a commit of any path of its positions needs.
+    """The results of a pass with which a commit can compute the state after any path.
 
     Attributes:
       inputs_btc: inputs of the convolution.
-      keys_btge: keys as the state takes them.
+      keys_btge: keys, as they enter the state.
       updates_bthf: the solutions u.
       decay_bth: log decays g.
     """
@@ -90,7 +90,7 @@ def convolve(
     The last column of the weight multiplies the position itself, the column before it its parent, and so on.
 
     Args:
-      length_b: number of committed positions; the window has the last of them.
+      length_b: number of committed positions; the window holds the last of them.
     """
     before, num_inputs = window_bjc.shape[1], weight_cj.shape[1]
     wide = at_least_float32(x_btc.dtype)
@@ -118,12 +118,12 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns outputs and updates u of the new positions, [b, t, h, f] each.
 
-    A key head serves h / g value heads in a row. A position sees the state if it sees the first new position: other texts
-    in the same chunk do not. More than BLOCK positions run block after block with the state carried, so their mask is that
-    of texts one after the other.
+    A key head serves h / g consecutive value heads. A position sees the state if it sees the first new position; positions
+    of other texts in the same chunk do not. More than BLOCK positions run block by block, which carries the state, so their
+    mask must be the mask of texts that follow each other.
 
     Args:
-      q_btge, k_btge: normed queries and keys; queries are already scaled.
+      q_btge, k_btge: normed queries and keys. Queries are already scaled.
       decay_bth: log decays, at most 0.
       beta_bth: strengths of the updates.
       mask_btu: True if new position t is position u or descends from it; ancestors precede their descendants.
@@ -153,7 +153,7 @@ def attend(
 
 
 def on_each_device(run: Callable[..., Any], q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu) -> Any:
-    """Runs a kernel with the arguments of `attend` on every device of a mesh, for its own sequences and key heads."""
+    """Runs a kernel with the arguments of `attend` on every device of a mesh, for the device's sequences and key heads."""
     sizes = batch, _, groups, _ = k_btge.shape
     heads, per_head = (("batch", None, "heads", None), sizes), (("batch", None, "heads"), sizes[:3])
     state = ("batch", "heads", None, None), (batch, groups, 1, 1)
@@ -165,7 +165,7 @@ def _attend_block(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_
     """Returns outputs, updates, and the state after the last position.
 
     Args:
-      sees_bt: False for positions of a text that begins after the state.
+      sees_bt: whether a position sees the state; False for a text that begins after it.
     """
     (batch, size, groups, _), heads = q_btge.shape, v_bthf.shape[2]
     q_btge, k_btge, v_bthf, decay_bth, beta_bth = (
@@ -173,13 +173,13 @@ def _attend_block(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_
     )
 
     def read(x_btge: jax.Array) -> jax.Array:
-        """Returns S_0^T x with all decays up to the position, [b, h, t, f]."""
+        """Returns S_0^T x with all decays up to each position, [b, h, t, f]."""
         read_bgtrf = einsum("bgez,btge->bgtz", state_bgez, x_btge).reshape(batch, groups, size, heads // groups, -1)
         read_bhtf = jnp.swapaxes(read_bgtrf, 2, 3).reshape(batch, heads, size, -1)
         return read_bhtf * jnp.where(sees_bt[:, None], jnp.exp(total_bht), 0)[..., None]
 
     def faded(scores_bgtu: jax.Array) -> jax.Array:
-        """Returns products with keys of ancestors, faded by the decays in between, [b, h, t, u]."""
+        """Returns products with keys of ancestors, multiplied by the decays in between, [b, h, t, u]."""
         return jnp.repeat(scores_bgtu, heads // groups, axis=1) * fade_bhtu
 
     total_bht = einsum("btu,buh->bht", mask_btu.astype(decay_bth.dtype), decay_bth)
@@ -199,7 +199,7 @@ def _attend_block(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_
 
 
 def _add(state_bgez, kept_bh, k_btge, updates_bthf, fade_bth):
-    """Returns kept * S + sum over t of fade k u^T."""
+    """Returns kept * S + sum over t of fade * k u^T."""
     batch, size, groups = k_btge.shape[:3]
     faded_btgz = (updates_bthf * fade_bth[..., None]).reshape(batch, size, groups, -1)
     kept_bgz = jnp.repeat(kept_bh, updates_bthf.shape[-1], axis=1).reshape(batch, groups, -1)
@@ -207,9 +207,9 @@ def _add(state_bgez, kept_bh, k_btge, updates_bthf, fade_bth):
 
 
 def commit(state: DeltaState, new: NewDelta, count_b: jax.Array, path_bp: jax.Array | None = None) -> DeltaState:
-    """Returns the state after the first `count_b` of the new positions, or of those that `path_bp` names, in that order.
+    """Returns the state after the first `count_b` of the new positions, in order, or the first `count_b` of `path_bp`.
 
-    Positions follow each other along one path; whatever else the pass held leaves no trace.
+    These positions follow each other along one path. Other positions of the pass have no effect.
     """
     if path_bp is not None:
         new = jax.tree.map(lambda x_bt: jax.vmap(lambda x_t, path_p: x_t[path_p])(x_bt, path_bp), new)
@@ -219,7 +219,7 @@ def commit(state: DeltaState, new: NewDelta, count_b: jax.Array, path_bp: jax.Ar
     size = new.decay_bth.shape[1]
     is_kept_bt1 = (jnp.arange(size) < count_b[:, None])[..., None]
     decay_bth = jnp.where(is_kept_bt1, new.decay_bth, 0)
-    # Decays after each position, added up from the last one: differences of sums from the first one would lose digits.
+    # Sums of decays start at the last position: differences between sums that start at the first one would lose digits.
     later_bth = einsum("tu,buh->bth", jnp.triu(jnp.ones((size, size), decay_bth.dtype), 1), decay_bth)
     fade_bth = jnp.where(is_kept_bt1, jnp.exp(later_bth), 0)
     kept_bh = jnp.exp(jnp.sum(decay_bth, axis=1))

@@ -1,7 +1,7 @@
-"""Mixture of experts: each token goes through the few experts that its router prefers, and their results are added up.
+"""Mixture of experts: the router chooses a few experts for each token, and the experts' results are added up.
 
-On a mesh every device does this for its own tokens with the experts, or the slices of all experts, that it holds, and the
-partial sums are added over the mesh. No weight travels. `backend.expert_sums` has the forms of the sum.
+On a mesh, every device processes its tokens with the experts, or the slices of all experts, that it holds. The partial sums
+are then added over the mesh. No weight is moved. `backend.expert_sums` has the forms of the sum.
 
 Source: Qwen3-MoE and gpt-oss as transformers computes them.
 
@@ -22,11 +22,11 @@ from treeflash_jax.models import quantized
 from treeflash_jax.models.backend import expert_sums
 from treeflash_jax.models.config import ModelConfig
 
-NORMS = ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm")  # beside a dense part
+NORMS = ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm")  # norms of sparse layers with a dense part
 
 
 def specs(config: ModelConfig) -> dict[str, Spec]:
-    """Returns specs of the experts of one layer and of their router, which is never quantised."""
+    """Returns specs of the experts of one layer and of their router. The router is never quantised."""
     d, x, f = config.hidden_size, config.num_experts, config.expert_size
     into, back = ("experts", "embed", "expert_ffn"), ("experts", "expert_ffn", "embed")
     weights = {
@@ -49,7 +49,7 @@ def specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def shared_specs(config: ModelConfig) -> dict[str, Spec]:
-    """Returns specs of the expert that sees every token, and of its gate; none in models without one."""
+    """Returns specs of the expert that sees every token, and of its gate; {} if the model has no such expert."""
     d, f = config.hidden_size, config.shared_expert_size
     if not f:
         return {}
@@ -64,12 +64,11 @@ def shared_specs(config: ModelConfig) -> dict[str, Spec]:
 def mixture(params: Params, config: ModelConfig, x_btd: jax.Array, routed_btd: jax.Array | None = None) -> jax.Array:
     """Computes the feed-forward part of a sparse layer: sum over a token's experts of weight * down(silu(gate x) * up x).
 
-    Biases and the clamped form of that product are as `ModelConfig` says.
-
-    Takes the normed residual stream, and returns the sum in its dtype.
+    `ModelConfig` describes biases and the clamped form of the product. The input is the normed residual stream; the result
+    has its dtype.
 
     Args:
-      routed_btd: input of the router; None: that of the experts.
+      routed_btd: input of the router; None: the input of the experts.
     """
     weights = {name: params[name] for name in specs(config) if name not in NORMS}
     inputs = (x_btd,) if routed_btd is None else (x_btd, routed_btd)
@@ -86,10 +85,10 @@ def mixture(params: Params, config: ModelConfig, x_btd: jax.Array, routed_btd: j
 
 
 def route(weights: Params, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the experts of every token and their weights, both [n, k], largest weight first, lower expert first in ties.
+    """Returns the experts of every token and their weights, both [n, k]: largest weight first, lower expert first in ties.
 
-    The product is one of the compute dtype; probabilities over all experts are float32 at least, and weights are rounded
-    to the compute dtype at the end.
+    The product has the compute dtype. Probabilities over all experts are float32 at least. Weights are rounded to the
+    compute dtype at the end.
     """
     logits_nx = quantized.product("nd,dx->nx", x_nd, weights["router"])
     if "router_bias" in weights:
@@ -110,8 +109,8 @@ def _local_mixture(
     experts: str | None = None,
     ffn: str | None = None,
 ) -> jax.Array:
-    """Computes `mixture` on one device; `experts`, `ffn`: mesh axes that split the experts and their width, if any."""
-    if quantized.quantization_scheme(weights):  # as in `quantized.product`: no wide copy outlives its layer
+    """Computes `mixture` on one device. Mesh axis `experts`, if any, splits the experts, and `ffn` their width."""
+    if quantized.quantization_scheme(weights):  # frees wide copies after each layer, as `quantized.product` does
         inputs, weights = lax.optimization_barrier((inputs, weights))
     x_btd, routed_btd = inputs[0], inputs[-1]
     x_nd, held = x_btd.reshape(-1, x_btd.shape[-1]), weights["expert_gate"].shape[0]
@@ -124,19 +123,19 @@ def _local_mixture(
     if "expert_down_bias" in weights:
         weight_nx = jnp.sum(jnp.where(local_nk[..., None] == jnp.arange(held), weight_nk[..., None], 0), axis=1)
         bias_nd = weight_nx @ weights["expert_down_bias"].astype(weight_nx.dtype)
-        y_nd += jnp.where(lax.axis_index(ffn) == 0, bias_nd, 0) if ffn else bias_nd  # the devices along `ffn` are added up
+        y_nd += jnp.where(lax.axis_index(ffn) == 0, bias_nd, 0) if ffn else bias_nd  # `ffn` is summed over, so once
     if axes := tuple(name for name in (experts, ffn) if name):
         y_nd = lax.psum(y_nd, axes)
     return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)
 
 
 def find_join(config: ModelConfig) -> expert_sums.Join:
-    """Returns the function that joins gate and up map of an expert."""
+    """Returns the function that joins the gate and up maps of an expert."""
     if config.swiglu_limit:
         return partial(expert_sums.clamped_join, limit=config.swiglu_limit)
     return {"silu": expert_sums.silu_join, "gelu": expert_sums.gelu_join}[config.activation]
 
 
 def _partition(spec: Spec, mesh: AbstractMesh) -> PartitionSpec:
-    """Returns the layout of a weight while tokens run through it: whole along the model width, however it is stored."""
+    """Returns the layout of a weight in a pass over tokens: the model width is whole, even if it is stored in shards."""
     return sharding.partition(tuple(None if axis == "embed" else axis for axis in spec.axes), spec.shape, mesh)

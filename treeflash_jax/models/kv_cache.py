@@ -1,10 +1,10 @@
 """Keys and values of committed positions: the state of attention.
 
-Slot s holds absolute position s, except in rings: a layer with a window keeps its last `window` positions in a ring
-(`KVRing`). In a cache that can be cut it keeps all positions, because the window begins earlier after a cut.
+Slot s holds absolute position s, except in rings (`KVRing`): a layer with a window keeps only its last `window` positions.
+If a cache can be cut, such a layer keeps all positions instead, because the window begins earlier after a cut.
 
-Each layer has its own array, or one array holds all layers (a stack). Kernels of attention read one layer of a stack where
-it lies; other implementations copy the layer out first. A commit to a stack is one store for keys and one for values.
+Each layer has an array, or an array (a stack) holds all layers. Attention kernels read one layer inside a stack; other
+implementations first copy the layer out. A commit to a stack is one store for keys and one for values.
 
 Shape suffixes: b batch, n layers of an array, t new positions, p committed positions, k key/value heads, s slots, x slots
 that are read, e head dim.
@@ -23,19 +23,19 @@ from treeflash_jax.core import sharding
 from treeflash_jax.models.backend import indexing
 from treeflash_jax.models.layer_protocol import LayerState
 
-# Heads before slots: a head's positions are contiguous, which is what both attention products read.
+# Heads come before slots: all positions of a head are then contiguous, as both attention products read them.
 AXES: sharding.Axes = ("batch", None, "kv_heads", None, None)
 NewKV = tuple[tuple[jax.Array, jax.Array], ...]  # keys and values [b, t, k, e] of each layer
 
 
 @struct.dataclass
 class LayerKV:
-    """Keys (after QK-norm and rotation) and values of one layer, in arrays that hold n of them.
+    """Keys (after QK-norm and rotation) and values of one layer. The arrays may hold several layers.
 
     Attributes:
       keys_bnkse, values_bnkse: keys and values of the n layers.
       layer: index of this layer among them, an int32 scalar.
-      is_ring: whether slots hold the last positions only; static.
+      is_ring: whether slots hold only the last positions; static.
     """
 
     keys_bnkse: jax.Array
@@ -48,29 +48,29 @@ class LayerKV:
         return self.keys_bnkse.shape[3]
 
     def read(self, start: int | jax.Array = 0, size: int | None = None) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values [b, k, x, e] of `size` slots from `start` on; None: all slots."""
+        """Returns keys and values [b, k, x, e] of `size` slots from `start` on; None: of all slots."""
         batch, layers, heads, slots, head_dim = self.keys_bnkse.shape
-        layer = self.layer if layers > 1 else 0  # a constant, so that XLA reads the array of one layer where it lies
+        layer = self.layer if layers > 1 else 0  # with a constant index, XLA reads a single layer without a copy
         first = [jnp.int32(index) for index in (0, layer, 0, start, 0)]
         sizes = batch, 1, heads, size or slots, head_dim
         cut = partial(lax.dynamic_slice, start_indices=first, slice_sizes=sizes, allow_negative_indices=False)
         return cut(self.keys_bnkse)[:, 0], cut(self.values_bnkse)[:, 0]
 
     def positions(self, length_b: jax.Array) -> jax.Array:
-        """Returns the position in each slot after `length_b` positions, [b, s] or for all sequences [1, s].
+        """Returns the position in each slot after `length_b` positions, [b, s]; [1, s] if it is the same for all sequences.
 
-        Slots of a ring that hold none yet have a number below 0.
+        Ring slots without a position have a number below 0.
         """
         slots, last_b1 = jnp.arange(self.num_slots), length_b[:, None] - 1
         return last_b1 - (last_b1 - slots) % self.num_slots if self.is_ring else slots[None]
 
     def last(self, length_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values [b, 1, k, e] at the last of `length_b` positions, garbage if there is none."""
+        """Returns keys and values [b, 1, k, e] at the last of `length_b` positions; garbage if `length_b` is 0."""
         slot = self.copy(jnp.maximum(length_b - 1, 0) % self.num_slots, 1)
         return jnp.swapaxes(slot.keys_bnkse[:, 0], 1, 2), jnp.swapaxes(slot.values_bnkse[:, 0], 1, 2)
 
     def copy(self, start_b: jax.Array, size: int) -> Self:
-        """Returns a copy of `size` slots of each sequence from `start_b` on, as a layer of its own."""
+        """Returns a copy of `size` slots of each sequence from `start_b` on, as a separate layer."""
         layer = self.layer if self.keys_bnkse.shape[1] > 1 else jnp.int32(0)
 
         @jax.vmap
@@ -115,17 +115,18 @@ class KVState(LayerState):
         return self.replace(keys_bnkse=store(self.keys_bnkse, keys), values_bnkse=store(self.values_bnkse, values))
 
     def _store(self, slots_bnkse: jax.Array, new_bnkpe: jax.Array, length_b: jax.Array, count_b: jax.Array) -> jax.Array:
-        return indexing.store(slots_bnkse, new_bnkpe, length_b)  # also those past the count: no pass reads them
+        return indexing.store(slots_bnkse, new_bnkpe, length_b)  # positions past the count are stored too, but never read
 
 
 @struct.dataclass
 class KVRing(KVState):
-    """Keys and values of the last positions of n layers: position p is in slot p modulo the number of slots.
+    """Keys and values of the last positions of n layers. Position p is in slot p modulo the number of slots.
 
-    Drafted positions never enter it before they are accepted, so that it holds a window and no more.
+    Drafted positions enter the ring only when they are accepted, so it need not be larger than the window.
 
     Attributes:
-      window: positions that the layers see, the query's included, and the number of slots unless the cache is shorter.
+      window: number of positions that the layers see, including the query's; also the number of slots, unless the cache is
+        shorter.
     """
 
     window: int = struct.field(pytree_node=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""The kinds of layers by name. `ModelConfig.layer_types` uses the same names: those of transformers, if it has the kind."""
+"""The kinds of layers by name, for `ModelConfig.layer_types`. Kinds that transformers has are named as there."""
 
 from treeflash_jax.models.attention_layer import AttentionLayer
 from treeflash_jax.models.config import ModelConfig
@@ -9,7 +9,7 @@ KINDS: dict[str, LayerKind] = {
     "full_attention": AttentionLayer(),
     "sliding_attention": AttentionLayer(is_windowed=True),
     "linear_attention": DeltaLayer(),
-    "shared_full_attention": AttentionLayer(shares="full_attention"),  # not in transformers, nor is the next
+    "shared_full_attention": AttentionLayer(shares="full_attention"),  # this kind and the next are not in transformers
     "shared_sliding_attention": AttentionLayer(is_windowed=True, shares="sliding_attention"),
 }
 
@@ -17,8 +17,8 @@ KINDS: dict[str, LayerKind] = {
 def find_sources(config: ModelConfig) -> tuple[int, ...]:
     """Returns, for each layer, the index of the layer whose state it reads.
 
-    A layer that shares reads the last layer before it of the kind it shares. All others read their own state, and so do
-    sharing layers with no such layer before them: their caller gives them another model's state as their own.
+    A layer that shares reads the state of the last earlier layer of the kind that it shares. All other layers read the
+    state that they keep. So do sharing layers with no such earlier layer: the caller gives them a state of another model.
     """
     last: dict[str, int] = {}
     sources = []

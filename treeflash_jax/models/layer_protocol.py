@@ -1,13 +1,13 @@
-"""The protocol of a layer kind: how a decoder layer mixes positions, and what it keeps of committed ones.
+"""The protocol of a layer kind: how a decoder layer mixes positions, and which state it keeps of committed positions.
 
-A decoder layer computes x + mix(norm x), then x + mlp(norm x). The kind of a layer is its `mix`; attention is one kind.
+A decoder layer computes x + mix(norm x), then x + mlp(norm x). Kinds of layers differ in `mix`; attention is one kind.
 Sizes come from `ModelConfig.of_kind`, so layers of one model may differ in them.
 
-A pass reads the states of committed positions and never writes them. What `mix` computed for new positions is committed
-afterwards, for accepted positions only. One pass therefore serves prompt chunks, single tokens, chains and trees.
+A pass reads the states of committed positions and never writes them. Afterwards, the results of `mix` are committed for
+accepted positions only. The same pass therefore serves prompt chunks, single tokens, chains and trees.
 
-A new kind is a file of its own and a line in `layer_kinds.KINDS`; `ModelConfig.layer_types` names the kind of each layer.
-tests/test_extending_layer.py has a kind with a recurrent state.
+To add a kind, write a file and add a line to `layer_kinds.KINDS`. `ModelConfig.layer_types` names the kind of each layer.
+tests/test_extending_layer.py adds a kind with a recurrent state.
 
 Shape suffixes: b batch, t new positions, u new positions as keys, p committed positions, d model.
 """
@@ -34,12 +34,12 @@ class LayerState(ABC):
 
     @abstractmethod
     def commit(self, new: tuple[Any, ...], length_b: jax.Array, count_b: jax.Array, path_bp: jax.Array | None) -> Self:
-        """Returns the state after more positions; those beyond the count are not committed.
+        """Returns the state after more positions. Positions beyond the count are not committed.
 
         Args:
-          new: second result of `LayerKind.mix` for each layer of the state.
-          length_b: number of positions committed before.
-          count_b: number of positions to commit, maybe 0.
+          new: for each layer of the state, the second result of `LayerKind.mix`.
+          length_b: number of positions that were committed before.
+          count_b: number of positions to commit; may be 0.
           path_bp: indices of new positions in order of position; None: all of them.
         """
 
@@ -52,15 +52,15 @@ class LayerState(ABC):
         """Returns the same state with room for `capacity` positions."""
 
     def longest_cut(self, length_b: jax.Array, kept_b: jax.Array) -> jax.Array:
-        """Returns the largest number of positions, at most `kept_b` of `length_b`, that `cut` can keep."""
+        """Returns the largest number of positions, up to `kept_b` of `length_b`, to which `cut` can cut the state."""
         return kept_b
 
     def cut(self, kept_b: jax.Array) -> Self:
-        """Returns the state after only the first `kept_b` positions, a result of `longest_cut`."""
+        """Returns the state after only the first `kept_b` positions; `longest_cut` gives valid numbers."""
         return self
 
     def layer(self, index: int) -> Any:
-        """Returns the state for `LayerKind.mix`: this one, or its layer `index` if it holds several."""
+        """Returns the state of a single layer for `LayerKind.mix`: this state, or its layer `index` if it holds several."""
         return self
 
 
@@ -70,10 +70,11 @@ class PassInputs:
 
     Attributes:
       positions_bt: absolute positions.
-      mask_btu: True if new position t sees new position u, itself included; it may be a `PackedMask` in training.
+      mask_btu: True if new position t sees new position u. Each position sees itself. In training, may be a `PackedMask`.
       length_b: number of committed positions, all visible; None without states.
       precomputed: result of `LayerKind.precompute`.
-      attention: implementation, a name in `attention.IMPLEMENTATIONS`, or in those of `packed_attention` for its masks.
+      attention: name of an implementation in `attention.IMPLEMENTATIONS`; for a `PackedMask`, in those of
+        `packed_attention`.
     """
 
     positions_bt: jax.Array
@@ -84,12 +85,12 @@ class PassInputs:
 
 
 class LayerKind(ABC):
-    """A kind of layer. Programs are compiled for it, so it is immutable; sizes are those of the model's config.
+    """A kind of layer. It must be immutable, because programs are compiled for it. Sizes are in the model's config.
 
     Attributes:
-      shares: name of another kind; None: layers keep a state. A layer that shares keeps none: it reads that of the last
-        layer of this other kind before it, and that layer's new positions.
-      stacks: whether one state may hold all layers of the kind, for kernels that read one layer where it lies.
+      shares: name of another kind, from which layers of this kind read; None: layers keep a state. A layer that shares
+        reads the state of the last earlier layer of the other kind, and that layer's new positions.
+      stacks: whether one state may hold all layers of the kind. Kernels can then read one layer without a copy.
       merged: names of the weights that `merge` joins.
     """
 
@@ -99,14 +100,14 @@ class LayerKind(ABC):
 
     @abstractmethod
     def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
-        """Returns the specs of the layer's weights, without norms and feed-forward part.
+        """Returns the specs of the layer's weights, except norms and the feed-forward part.
 
         Args:
-          is_merged: whether the specs are those after `merge`.
+          is_merged: whether to return the specs of the weights after `merge`.
         """
 
     def merge(self, params: Params) -> Params:
-        """Returns maps of the same input as one array, given the weights in `merged`; as they are if that cannot be."""
+        """Joins the weights in `merged`, maps of the same input, into one array. Leaves them as they are if it cannot."""
         return params
 
     @abstractmethod
@@ -117,33 +118,33 @@ class LayerKind(ABC):
 
         Args:
           dtype: dtype of the activations.
-          num_layers: number of layers that it holds; 1 unless the kind `stacks`.
-          can_cut: whether `cut` must work: then it keeps positions that left the window, and a copy of a recurrent state,
-            for sessions.
+          num_layers: number of layers in the state; 1 unless the kind `stacks`.
+          can_cut: whether `cut` must work, as sessions need. If so, the state also keeps positions that left the window,
+            and a copy of a recurrent state.
         """
 
     def precompute(self, config: ModelConfig, positions_bt: jax.Array, mask_btu: Any) -> Any:
-        """Returns arrays of positions and mask that all layers of the kind read, computed once for a pass."""
+        """Returns arrays that depend only on positions and mask: computed once per pass, for all layers of the kind."""
         return None
 
     @abstractmethod
     def mix(
         self, params: Params, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, state: Any, earlier: Any
     ) -> tuple[jax.Array, Any]:
-        """Returns the layer's output, to be added to the residual stream, and what `LayerState.commit` takes.
+        """Returns the layer's output, which is added to the residual stream, and the values that `LayerState.commit` takes.
 
-        The second is a tree of arrays [b, t, ...] in order of new positions.
+        These values are a tree of arrays [b, t, ...] in order of new positions.
 
         Args:
           params: the layer's weights.
           x_btd: normed input.
-          state: `LayerState.layer` of the layer, which is read only; None: nothing is committed.
-          earlier: the second result for positions that are in no state yet; the mask then has columns for them before those
-            of the new positions. None: there are none. In a layer that shares, the results of the other layer for these
-            positions and the new ones.
+          state: result of `LayerState.layer`, which `mix` only reads; None: no position is committed.
+          earlier: second results of `mix` for positions that are not yet in a state; None: there are no such positions. The
+            mask's columns for them come before the columns of the new positions. A layer that shares gets the other layer's
+            results, for these positions and for the new ones.
         """
 
 
 def join_positions(earlier: Any, new: Any) -> Any:
-    """Returns results of `LayerKind.mix` for earlier positions (None: none) followed by those for new ones."""
+    """Appends the results of `LayerKind.mix` for new positions to its results for earlier ones (None: there are none)."""
     return new if earlier is None else jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), earlier, new)

@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer, shared by verifier and drafter.
+"""The pieces of a decoder layer, used by verifier and drafter.
 
 Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e head dim, f ffn, x gate and up.
 """
@@ -29,7 +29,7 @@ def layer_specs(
     """Returns the specs of one decoder layer, dense or with experts. Linear maps are stored as on disk, [out, in].
 
     Args:
-      mixer: specs of the part that mixes positions (`LayerKind.specs`); None: those of attention.
+      mixer: specs of the part that mixes positions (`LayerKind.specs`); None: specs of attention.
       is_merged: whether gate and up are one array (`merge_gate_up`).
     """
     d, f = config.hidden_size, config.intermediate_size
@@ -61,7 +61,7 @@ def added_specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def attention_specs(config: ModelConfig) -> dict[str, Spec]:
-    """Returns the specs of queries, keys, values and output of attention, with the norms and biases that the model has."""
+    """Returns the specs of attention's maps (queries, keys, values, output) and of its norms and biases, if it has any."""
     d, h, k, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     size = 2 * e if config.gates_attention else e
     specs = {
@@ -90,7 +90,7 @@ def norm_spec(config: ModelConfig, *shape: int) -> Spec:
 
 
 def merge_gate_up(params: Params) -> Params:
-    """Returns gate and up of one layer as one array; as they are if they cannot be joined."""
+    """Joins gate and up of a layer into one array. Returns them unchanged if they cannot be joined."""
     return _stack_gate_up(params) if can_join(*params.values()) else params
 
 
@@ -100,7 +100,7 @@ def _stack_gate_up(params: Params) -> Params:
 
 
 def norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns `rms_norm`, multiplied before it is rounded if the model has wide norms, or stores scales - 1."""
+    """Returns `rms_norm`. Multiplies before rounding if the model has wide norms or stores scale - 1."""
     if not (config.offset_norms or config.wide_norms):
         return rms_norm(x, scale, config.rms_norm_eps)
     wide = scale.astype(at_least_float32(scale.dtype))
@@ -110,7 +110,7 @@ def norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def post_norm(params: Params, config: ModelConfig, name: str, added_btd: jax.Array) -> jax.Array:
-    """Returns the output of a part of a layer, normed if the layer has such a norm."""
+    """Returns the output of a part of a layer, normed if the layer has a norm for it."""
     return norm(config, added_btd, params[name]) if name in params else added_btd
 
 
@@ -120,7 +120,7 @@ def unit_norm(x: jax.Array, eps: float) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Returns x / rms(x) * scale over the last axis in the dtype of the scale, from a mean square in float32 at least."""
+    """Returns x / rms(x) * scale over the last axis, in the dtype of the scale. The mean square is float32 at least."""
     wide = x.astype(at_least_float32(x.dtype))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return normed.astype(scale.dtype) * scale
@@ -135,9 +135,9 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Returns the radians per position of each rotated pair, [e / 2].
 
-    Source: RoFormer (arXiv 2104.09864); for `llama3`, the Llama 3.1 model card: pairs with few turns within the original
-    context are slowed by `factor`, those with many kept, those between blended; for `longrope`, LongRoPE (arXiv
-    2402.13753); for `yarn`, YaRN (arXiv 2309.00071) section 3.2; for `proportional`, transformers, gemma4.
+    Sources: RoFormer (arXiv 2104.09864). For `llama3`, the Llama 3.1 model card: pairs with few turns within the original
+    context are slowed by `factor`, pairs with many turns are kept, and pairs in between are blended. For `longrope`,
+    LongRoPE (arXiv 2402.13753). For `yarn`, YaRN (arXiv 2309.00071), section 3.2. For `proportional`, transformers, gemma4.
     """
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "default":
@@ -155,7 +155,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
-    """Returns how much each pair is slowed, [e / 2]: 0 keeps its frequency, 1 divides it by `factor`."""
+    """Returns how far each pair is slowed, [e / 2]: 0 keeps its frequency, 1 divides the frequency by `factor`."""
 
     def pair(turns: float) -> float:
         """Returns the pair, as a real number, that makes this number of turns within the original context."""
@@ -170,10 +170,10 @@ def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine of every position, [b, t, 1, e], times the attention factor; one table for all layers.
+    """Returns cosine and sine of every position, [b, t, 1, e], times the attention factor. All layers share the table.
 
-    It has the elements that are rotated (`Rope.fraction`). The first halves are those of the negative angle, since `rotate`
-    subtracts there.
+    The last axis has only the elements that are rotated (`Rope.fraction`). The first halves are for the negative angle,
+    since `rotate` subtracts there.
     """
     dtype = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(jnp.float64))
     size = head_dim if rope.kind == "proportional" else int(head_dim * rope.fraction)
@@ -190,7 +190,7 @@ def projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax
 
 
 def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Returns rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
+    """Returns rotated queries [b, t, h, e]. QK-norm is applied before the rotation."""
     return rotated_queries(params, config, projected("btd,hed->bthe", x_btd, params, "q"), table)
 
 
@@ -222,7 +222,8 @@ def normed_values(config: ModelConfig, v_btke: jax.Array) -> jax.Array:
 def flat_heads(params: Params, mixed_bthe: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns attention output [b, t, z] and the weight [d, z] that maps it back to the residual stream.
 
-    Heads are flattened first: contracted as two axes, XLA's CPU backend would transpose the weight in every pass.
+    Heads are flattened first. If they were contracted as two axes, XLA's CPU backend would transpose the weight in every
+    pass.
     """
     x_btz = mixed_bthe.reshape(*mixed_bthe.shape[:2], -1)
     return x_btz, params["o"].reshape(-1, x_btz.shape[-1])
@@ -235,12 +236,12 @@ def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
 
 
 def swiglu(params: Params, x_btd: jax.Array, activation: str = "silu") -> jax.Array:
-    """Returns down(silu(gate x) * up x), or with another activation in place of silu."""
+    """Returns down(silu(gate x) * up x); `activation` replaces silu."""
     return product("btf,df->btd", gated(params, x_btd, activation), params["down"])
 
 
 def gated(params: Params, x_btd: jax.Array, activation: str = "silu") -> jax.Array:
-    """Returns silu(gate x) * (up x + up_bias), [b, t, f], or with another activation. The bias is optional."""
+    """Returns silu(gate x) * (up x + up_bias), [b, t, f]; `activation` replaces silu. The bias is optional."""
     if "gate_up" in params:
         gate_btf, up_btf = jnp.moveaxis(product("btd,xfd->btxf", x_btd, params["gate_up"]), 2, 0)
     else:
@@ -269,7 +270,7 @@ def dense_and_experts(params: Params, config: ModelConfig, x_btd: jax.Array, nor
 
 
 def dense_or_experts(params: Params, config: ModelConfig, x_btd: jax.Array) -> jax.Array:
-    """Returns the feed-forward part of a layer, dense or with experts, of the normed residual stream."""
+    """Returns the feed-forward part of a layer, dense or with experts, for the normed residual stream."""
     if "router" not in params:
         return swiglu(params, x_btd, config.activation)
     y_btd = experts.mixture(params, config, x_btd)
@@ -281,7 +282,7 @@ def dense_or_experts(params: Params, config: ModelConfig, x_btd: jax.Array) -> j
 
 
 def finish(params: Params, config: ModelConfig, x_btd: jax.Array, input_btp: jax.Array | None) -> jax.Array:
-    """Returns the output of a layer after its feed-forward part: its own input is added, and its scalar multiplies all."""
+    """Finishes a layer after its feed-forward part: adds the layer's additional input, then multiplies by its scalar."""
     if "input_gate" in params:
         gate_btp = ACTIVATIONS[config.activation](product("btd,pd->btp", x_btd, params["input_gate"]))
         added_btd = product("btp,dp->btd", gate_btp * input_btp, params["input_out"])

@@ -1,7 +1,8 @@
-"""Attention within packed sequences, in training; `attention` is that of inference, over a cached prefix.
+"""Attention within packed sequences, for training. `attention` is for inference, over a cached prefix.
 
-"chunked" is the plain form. "splash" (splash attention, for TPUs) and "cudnn" (for NVIDIA GPUs) are kernels that write no
-logits to memory; what they do not take runs as by "chunked". Splash attention was compiled for v5e, never run there.
+"chunked" is the plain form. "splash" (splash attention, for TPUs) and "cudnn" (for NVIDIA GPUs) are kernels, which write no
+logits to memory; "chunked" runs for operands that they do not take. Splash attention was compiled for v5e, but never run
+there.
 
 Shape suffixes: b sequences, t queries, x keys, c queries of a chunk, h query heads, k key/value heads, e head dim.
 
@@ -22,28 +23,28 @@ from treeflash_jax.core.checks import warn
 from treeflash_jax.models.attention import Operands, attend_plainly
 
 IMPLEMENTATIONS = ("chunked", "splash", "cudnn")
-CHUNK = 256  # queries
-LANES = 128  # sides of splash attention's blocks are multiples
-BLOCK = 512  # queries or keys of such a block, at most
+CHUNK = 256  # queries computed at a time
+LANES = 128  # sides of splash attention's blocks are multiples of this
+BLOCK = 512  # largest side of these blocks
 TAKES = {
     "splash": "multiples of 128 queries and keys",
     "cudnn": "bfloat16 or float16, heads of up to 128 that 8 divides, and even numbers of queries and keys",
 }
-BLOCK_BITS = 12  # of an int32 that holds the index of a block; the others hold the end of its context
+BLOCK_BITS = 12  # bits of an int32 for the index of a block; the others are for the end of its context
 MAX_BLOCKS = 2**BLOCK_BITS
 MAX_CONTEXT = 2 ** (31 - BLOCK_BITS)
 
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Mask over `context` keys followed by blocks of `keys` keys each, computed from one integer per query."""
+    """Mask over `context` keys and then blocks of `keys` keys each. It is computed from one integer per query."""
 
     context: int
     keys: int
 
     @staticmethod
     def pack(ends: jax.Array, blocks: jax.Array) -> jax.Array:
-        """Packs, per query, the number of the first context keys that it sees and the index of its block."""
+        """Packs two numbers per query: how many of the first context keys the query sees, and the index of its block."""
         return ends << BLOCK_BITS | blocks
 
     def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
@@ -53,7 +54,7 @@ class BlockRule:
 
 @struct.dataclass
 class PackedMask:
-    """Mask of packed sequences as a rule instead of an array [b, t, x].
+    """Mask of packed sequences, as a rule instead of an array [b, t, x].
 
     Attributes:
       segments_bt: documents of the queries; a query sees only keys of its own document.
@@ -87,7 +88,7 @@ def packed_attention(
     """Computes softmax(q K^T / sqrt(e)) V, [b, t, h, e] in the dtype of the queries.
 
     Args:
-      mask: an array [b, t, x] if the layer has a window. Every query must see some key.
+      mask: `PackedMask`, or an array [b, t, x] if the layer has a window. Every query must see at least one key.
       sinks_h: as in `attention.tree_attention`. Kernels take neither sinks nor windows.
       implementation: a name in IMPLEMENTATIONS.
     """
@@ -99,7 +100,7 @@ def packed_attention(
 
 
 def supports(name: str, q_bthe: jax.Array, k_bxke: jax.Array) -> bool:
-    """Returns whether an implementation is a kernel that takes these sizes and dtypes. If it does not, one line says so."""
+    """Returns whether an implementation is a kernel that takes these sizes and dtypes. Warns if it takes others."""
     sizes, head_dim = (q_bthe.shape[1], k_bxke.shape[1]), q_bthe.shape[3]
     if name == "chunked":
         return False
@@ -114,7 +115,7 @@ def supports(name: str, q_bthe: jax.Array, k_bxke: jax.Array) -> bool:
 
 
 def run_kernel(name: str, q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: PackedMask) -> jax.Array:
-    """Runs the kernel, on a mesh for each device's own sequences and heads. A CPU interprets "splash", slowly."""
+    """Runs a kernel; on a mesh, for each device's sequences and heads. A CPU interprets "splash", which is slow."""
     heads, batch = (("batch", None, "kv_heads", None), k_bxke.shape), (("batch",), q_bthe.shape[:1])
     forms = {"cpu": partial(_splash, interpret=True), "tpu": _splash}
     run = _cudnn if name == "cudnn" else partial(lax.platform_dependent, **forms)
@@ -122,7 +123,7 @@ def run_kernel(name: str, q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Arra
 
 
 def _chunked(operands: Operands) -> jax.Array:
-    """Runs `attend_plainly` over CHUNK queries at a time, recomputed in backward passes, so that memory is bounded."""
+    """Runs `attend_plainly` over CHUNK queries at a time, and again in backward passes, which bounds memory."""
     q_bthe, mask_btu = operands.q_bthe, operands.mask_btu
     if q_bthe.shape[1] <= CHUNK or q_bthe.shape[1] % CHUNK:
         return attend_plainly(operands)
@@ -144,7 +145,7 @@ def _cudnn(q_bthe, k_bxke, v_bxke, mask):
 
 
 def _splash(q_bthe, k_bxke, v_bxke, mask, *, interpret=False):
-    """Runs splash attention, whose backward pass is a kernel too."""
+    """Runs splash attention. Its backward pass is a kernel, too."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo

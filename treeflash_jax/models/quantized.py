@@ -1,6 +1,6 @@
 """Weight-only quantisation: a verifier's matrices in 8 or 4 bits, with scales.
 
-A weight is about values * scale:
+A weight is approximately values * scale:
 
 | scheme | values | a scale for each | scale | stay as they are |
 |---|---|---|---|---|
@@ -9,14 +9,16 @@ A weight is about values * scale:
 | int4 | int4 | output and group of 128 inputs | largest / 7 | norms, vocabulary tables |
 | mxfp4 | float4_e2m1fn | output and group of 32 inputs | a power of two | everything but experts |
 
-`largest` is the maximum of absolute weights. Inputs are the axes that a product sums over (`Spec.inputs`). The power of two
-makes the largest weight 4 to 8, rounded to 6 at most. Most published files do not quantise vocabulary tables either.
+`largest` is the maximum of absolute weights. Inputs are the axes that a product sums over (`Spec.inputs`). With the power
+of two, the largest weight becomes 4 to 8, and is then rounded to 6 at most. Most published files do not quantise vocabulary
+tables either.
 
-Weights of quantised files keep the files' scales and groups (`formats.kept_weights`). Products apply scales to their inputs
-or outputs, to parts of the weight in turn, or to the weight as it is read. None stores a whole dequantised weight; for
-groups of 32 on TPUs, see `notebooks/results/four_bits.md`.
+Weights of quantised files keep the files' scales and groups (`formats.kept_weights`). Products apply the scales to their
+inputs or outputs, to one part of the weight after the other, or to the weight while reading it. No product stores a whole
+dequantised weight. For groups of 32 on TPUs, see `notebooks/results/four_bits.md`.
 
-The quantised verifier is another model: drafted output equals ITS one-token output, not that of the wider weights.
+The quantised verifier is another model: drafted output equals the one-token output of the quantised verifier, not of the
+original.
 """
 
 import math
@@ -44,18 +46,18 @@ DTYPES = {
     "mxfp4": jnp.dtype(jnp.float4_e2m1fn),
 }
 SCHEMES = tuple(DTYPES)
-NONE = "none"  # in settings: no scheme, also for quantised files
+NONE = "none"  # value of settings: no scheme, even for quantised files
 LARGEST = {"int8": 127, "fp8": 448, "int4": 7, "mxfp4": 6}
 SCALE_BLOCK = 128
-BLOCKS = {"fp8": (SCALE_BLOCK, SCALE_BLOCK), "int4": (1, SCALE_BLOCK), "mxfp4": (1, 32)}  # outputs and inputs
+BLOCKS = {"fp8": (SCALE_BLOCK, SCALE_BLOCK), "int4": (1, SCALE_BLOCK), "mxfp4": (1, 32)}  # outputs and inputs of a block
 
 
 @struct.dataclass
 class Quantized:
-    """A weight in 8 or 4 bits that stands in for an array: `shape` is the weight's, `dtype` the one it computes in.
+    """A weight in 8 or 4 bits that replaces an array: `shape` is the weight's, `dtype` is the dtype in which it computes.
 
-    An element is (value - zero) * scale * outer - minimum * outer_minimum. All parts but `order` have as many axes as the
-    weight, each divided into equal blocks; a block of inputs is a group. No form uses all fields:
+    An element is (value - zero) * scale * outer - minimum * outer_minimum. All fields but `order` have as many axes as the
+    weight, each divided into equal blocks. A block of inputs is a group. No form uses all fields:
 
     | form | values | scales for | dtype of scales | other fields |
     |---|---|---|---|---|
@@ -71,19 +73,20 @@ class Quantized:
     | GGUF Q6_K | int8 | outputs and groups | int8 | `outer`, `compute_dtype` |
 
     Attributes:
-      values: of the weight's shape. Devices store two values of four bits in a byte.
-      scale: of blocks; or of the output axes alone. Values made here are rounded against the scale as it is stored, in the
-        compute dtype, so a narrow one costs no accuracy; the scales of FP8 files are rounded to it, which changes a weight
-        by no more than rounding the weight to that dtype would. Other files' scales stay in their type.
-      outer: factor of scales, of larger blocks; None: 1.
+      values: numbers in the weight's shape. Devices store two four-bit values in a byte.
+      scale: scales of blocks, or of the output axes alone. Weights that are quantised here are rounded against the stored
+        scale in the compute dtype, so a narrow scale costs no accuracy. Scales of FP8 files are rounded to the compute
+        dtype, which changes a weight by no more than rounding the weight itself would. Scales of other files keep their
+        dtype.
+      outer: factors of scales, for larger blocks; None: 1.
       zero: zero points; None: 0.
-      minimum: numbers to subtract; None: 0.
-      outer_minimum: factor of minimums; None: 1.
-      order: int32, [inputs]: the input that each place along the last axis holds; None: the same.
-      is_divisor: true if scales are divided by `outer`.
-      compute_dtype: None: that of the scale.
-      partition: for each axis of the values, the mesh axis that splits it, or None; known in passes over layers on meshes
-        with a model axis (`with_partitions`), otherwise None.
+      minimum: numbers that are subtracted; None: 0.
+      outer_minimum: factors of minimums; None: 1.
+      order: index of the input at each place of the last axis, int32 [inputs]; None: inputs are in order.
+      is_divisor: whether scales are divided by `outer`.
+      compute_dtype: dtype in which the weight computes; None: the dtype of the scale.
+      partition: for each axis of the values, the mesh axis that splits it, or None. It is known only in passes over layers
+        on meshes with a model axis (`with_partitions`); otherwise None.
     """
 
     values: Any
@@ -113,7 +116,7 @@ class Quantized:
         return tuple(size // count for size, count in zip(self.shape, self.scale.shape, strict=True))
 
     def reshape(self, *shape: int) -> Self:
-        """Folds or splits input axes, and folds those of blocks; output axes stay, and parts of a mesh."""
+        """Folds or splits input axes, and folds input axes of blocks. Output axes and the partition stay."""
         folded = self if self.block is None else jax.tree.map(lambda part: part.reshape(part.shape[0], -1), self)
         partition = None
         if self.partition and len(shape) == 2:
@@ -122,13 +125,13 @@ class Quantized:
 
 
 def check_scheme(scheme: str | None) -> None:
-    """Raises ValueError for a scheme that is neither None nor one of SCHEMES."""
+    """Raises ValueError for a scheme other than None and SCHEMES."""
     if scheme is not None and not (isinstance(scheme, str) and scheme in SCHEMES):
         raise ValueError(f"got quantize {quoted(scheme)}, expected None or {' or '.join(map(repr, SCHEMES))}")
 
 
 def quantization_scheme(weights: Any) -> str | None:
-    """Returns the scheme of a tree of weights, that of the fewest bits; None if nothing in it is quantised."""
+    """Returns the scheme of a tree of weights; among several, the scheme with fewest bits. None: nothing is quantised."""
     leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=is_quantized) if is_quantized(leaf)]
     schemes = {_find_scheme(leaf) for leaf in leaves}
     return next((scheme for scheme in reversed(SCHEMES) if scheme in schemes), None)
@@ -142,10 +145,10 @@ def _find_scheme(weight: Quantized) -> str:
 
 
 def specs(tree: Any, scheme: str | None, mesh: Mesh | None = None) -> Any:
-    """Returns specs of the quantised weights: a Quantized of two Specs for every matrix. Scheme None changes nothing.
+    """Returns specs of the quantised weights, with a Quantized of two Specs for every matrix. Scheme None changes nothing.
 
     Args:
-      mesh: mesh whose shards have whole blocks; None: one device.
+      mesh: mesh on which every shard has whole blocks; None: one device.
     """
     check_scheme(scheme)
     return jax.tree.map(
@@ -169,7 +172,7 @@ def specs_like(tree: Any, weights: Any) -> Any:
 
 
 def expand(tree: Any, weights: Any) -> Any:
-    """Returns weights of these specs as arrays: the numbers that quantised ones stand for, inputs as in the specs."""
+    """Returns weights of these specs as arrays. Dequantises quantised ones and puts their inputs in the specs' order."""
 
     def leaf(spec: Spec, weight: Any) -> Any:
         if not is_quantized(weight):
@@ -185,10 +188,10 @@ def expand(tree: Any, weights: Any) -> Any:
 
 
 def with_partitions(weights: Params, *trees: dict[str, Spec]) -> Params:
-    """Returns the weights of a layer; quantised ones have the partition on the ambient mesh of the spec of that shape.
+    """Returns a layer's weights. Quantised weights get the partition that the spec of their shape has on the ambient mesh.
 
     Args:
-      trees: specs by name; a weight may have several, such as merged and not.
+      trees: specs by name; a weight may have several specs, for example merged and unmerged.
     """
     mesh = sharding.current()
 
@@ -216,17 +219,18 @@ def applies(scheme: str | None, spec: Spec) -> bool:
 def count_blocks(
     spec: Spec, mesh: Mesh | AbstractMesh | None = None, sizes: tuple[int, int] = BLOCKS["fp8"]
 ) -> tuple[int, ...]:
-    """Returns the number of blocks along each axis of a weight; a shard of a mesh has a whole number of them.
+    """Returns the number of blocks along each axis of a weight. Every shard of a mesh has a whole number of blocks.
 
-    Blocks of `sizes` outputs and inputs, as files have, divide the last output axis and the input axes, taken as one. If
-    they do not divide a shard, they are the largest parts of such blocks that do. Every index of other axes has blocks.
+    Blocks have `sizes` outputs and inputs, as in files. They divide the last output axis and the input axes, which count as
+    one axis. If they do not divide a shard, the largest parts of such blocks that divide it are used. Every index of the
+    other axes has separate blocks.
     """
     counts = list(spec.shape)
     shard = spec.shape if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh).shard_shape(spec.shape)
     last = _outputs(spec)[-1]
     counts[last] //= math.gcd(shard[last], sizes[0])
     size = math.gcd(math.prod(shard[axis] for axis in spec.inputs), sizes[1])
-    for axis in reversed(spec.inputs):  # a block has a part of the last one, or all of it and a part of the one before
+    for axis in reversed(spec.inputs):  # a block has part of the last axis, or all of it and part of the axis before
         part = math.gcd(shard[axis], size)
         counts[axis] //= part
         size = size // part if part == shard[axis] else 1
@@ -236,8 +240,8 @@ def count_blocks(
 def quantize_channels(weight: jax.Array, inputs: tuple[int, ...]) -> Quantized:
     """Rounds a weight to int8 with a scale per output channel: |w - values * scale| <= scale / 2.
 
-    The scale has the weight's dtype and its axes except `inputs`, the axes that a product sums over. Halves are rounded to
-    even. Channels of zeros get scale 0.
+    The scale has the weight's dtype, and all axes except `inputs`, the axes that a product sums over. Halves are rounded to
+    even. Channels that are all zero get scale 0.
     """
     counts = tuple(1 if axis in inputs else size for axis, size in enumerate(weight.shape))
     weight = quantize_blocks(weight, counts, "int8")
@@ -247,8 +251,8 @@ def quantize_channels(weight: jax.Array, inputs: tuple[int, ...]) -> Quantized:
 def quantize_blocks(weight: jax.Array, counts: tuple[int, ...], scheme: str) -> Quantized:
     """Rounds a weight to the values of a scheme with a scale per block.
 
-    The scale is [*counts], in the weight's dtype ("mxfp4": float8_e8m0fnu). Halves are rounded to even. Blocks of zeros get
-    scale 0, except in "mxfp4".
+    The scale is [*counts], in the weight's dtype ("mxfp4": float8_e8m0fnu). Halves are rounded to even. Blocks that are all
+    zero get scale 0, except in "mxfp4".
 
     Args:
       counts: number of blocks along each axis.
@@ -259,8 +263,9 @@ def quantize_blocks(weight: jax.Array, counts: tuple[int, ...], scheme: str) -> 
     largest = jnp.max(jnp.abs(wide), axis=block_axes, keepdims=True)
     if scheme == "mxfp4":
         return _round_to_mxfp4(weight, wide, largest, counts)
-    # A factor, since XLA compiles a quotient by a constant in another way than it runs one. No pair of casts: XLA may drop
-    # it, and values would be those of another scale than the stored one.
+    # This multiplies, because jitted code and code outside of `jit` divide by a constant in different ways.
+    # `reduce_precision` rounds, because XLA may drop a pair of casts; values would then be made for another scale than the
+    # stored one.
     scale = largest * (1 / LARGEST[scheme])
     float_info = jnp.finfo(weight.dtype)
     scale = lax.reduce_precision(scale, float_info.nexp, float_info.nmant)
@@ -271,7 +276,7 @@ def quantize_blocks(weight: jax.Array, counts: tuple[int, ...], scheme: str) -> 
 
 
 def _round_to_mxfp4(weight: jax.Array, wide: jax.Array, largest: jax.Array, counts: tuple[int, ...]) -> Quantized:
-    """Rounds as the OCP Microscaling Formats (MX) specification v1.0, section 6.3."""
+    """Rounds as in the OCP Microscaling Formats (MX) specification v1.0, section 6.3."""
     exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 127)  # 1 is 0.5 * 2^1, and the largest power in E2M1 is 2^2
     steps = jnp.clip(jnp.ldexp(wide, -exponent), -LARGEST["mxfp4"], LARGEST["mxfp4"])
     scale = jnp.ldexp(jnp.ones((), wide.dtype), exponent).astype(jnp.float8_e8m0fnu).reshape(counts)
@@ -279,9 +284,9 @@ def _round_to_mxfp4(weight: jax.Array, wide: jax.Array, largest: jax.Array, coun
 
 
 def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh: Mesh | None = None) -> Any:
-    """Quantises a weight, in place on its devices, if the scheme applies to it.
+    """Quantises a weight on its devices if the scheme applies to it.
 
-    Waits for the result, so that devices hold one wide weight at a time.
+    Waits for the result, so that devices hold only one wide weight at a time.
     """
     if not applies(scheme, spec):
         return weight
@@ -300,7 +305,7 @@ def _compress(weight: jax.Array, spec: Spec, scheme: str) -> Quantized:
 
 
 def can_join(*weights: Any) -> bool:
-    """Returns whether weights can be concatenated: none is quantised, or all alike with inputs in order."""
+    """Returns whether weights can be concatenated: none is quantised, or all are quantised alike with inputs in order."""
 
     def layout(weight: Any) -> Any:
         if not is_quantized(weight):
@@ -314,11 +319,12 @@ def can_join(*weights: Any) -> bool:
 def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns an einsum of activations with a weight whose output axes come last; see `products.product`.
 
-    Of a weight with blocks, the last axis is the one that is summed over.
+    If a weight has blocks, its last axis must be the axis to sum over.
     """
     if not isinstance(weight, Quantized):
         return products.product(equation, x, weight, dtype)
-    # Tied to x: XLA would convert the values of all layers ahead of a decoding loop and hold them, wide, to its end.
+    # The barrier ties values to x. Otherwise XLA converts the values of all layers before a decoding loop and keeps them
+    # wide.
     x, weight = lax.optimization_barrier((x, weight))
     dtype = dtype or x.dtype
     if weight.block is not None:
@@ -333,7 +339,8 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     """Returns vectors of a table by id, [..., d]."""
     if not isinstance(table, Quantized):
         return indexing.lookup(table, ids)
-    # XLA reads one vector by a slice, for which a TPU would copy the whole int8 table; it gathers two in place.
+    # To read one vector, XLA would use a slice, for which a TPU copies the whole int8 table. Two vectors are gathered in
+    # place.
     pick = (lambda part: part[jnp.stack([ids, ids])][0]) if ids.size == 1 else (lambda part: part[ids])
     vectors = jax.tree.map(pick, table)
     if table.block is not None:
@@ -342,7 +349,7 @@ def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
 
 
 def is_quantized(x: Any) -> bool:
-    """Returns whether this is a Quantized, which trees then have as a leaf."""
+    """Returns whether this is a Quantized, which tree functions then treat as a leaf."""
     return isinstance(x, Quantized)
 
 

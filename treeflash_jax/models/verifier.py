@@ -1,7 +1,7 @@
-"""The verifier: a Qwen, Gemma, gpt-oss or Llama language model as one pure forward pass.
+"""The verifier: a Qwen, Gemma, gpt-oss or Llama language model, as a pure forward pass.
 
-One function serves prefill chunks, single tokens, chains and trees: they differ in positions and mask only. It knows no
-kind of layer (`layer_kinds`). Logits are a separate call on the positions that are read (`vocab.unembed`).
+One function serves prefill chunks, single tokens, chains and trees, which differ only in positions and mask. It knows no
+kind of layer (`layer_kinds`). Logits are computed by a separate call, only for positions that need them (`vocab.unembed`).
 
 Shape suffixes: b batch, t new positions, u new positions as keys, x positions of `earlier`, d model, j tapped layers
 x model, v vocabulary, l layers, p width of a layer's own input.
@@ -34,9 +34,9 @@ class Output:
     Attributes:
       hidden_btd: hidden states after the final norm; `logits` turns chosen positions into logits.
       features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order;
-        of width 0 without taps.
-      new: results of the layers for the new positions, for `caches.commit`: keys and values of attention. It ends with the
-        last layer that keeps a state, as `Cache.layers` does, and has None for earlier ones that keep none.
+        without taps, the last axis has size 0.
+      new: results of the layers for the new positions, for `caches.commit`; for attention, keys and values. It ends with
+        the last layer that keeps a state, as `Cache.layers` does, and has None for earlier layers without a state.
     """
 
     hidden_btd: jax.Array
@@ -51,12 +51,12 @@ def specs(
     mesh: Mesh | None = None,
     wide_tables: bool = False,
 ) -> dict[str, Any]:
-    """Returns the spec of every weight, matrices quantised by the scheme. Tied models have no `unembed`.
+    """Returns the spec of every weight; matrices are quantised by the scheme. Tied models have no `unembed`.
 
     Args:
       is_merged: whether to return the specs of the weights after `merge`.
-      mesh: mesh whose shards have whole blocks of quantised weights; None: one device.
-      wide_tables: whether tables of the vocabulary are never quantised.
+      mesh: mesh on which every shard has whole blocks of quantised weights; None: one device.
+      wide_tables: whether vocabulary tables stay unquantised under every scheme.
     """
     shape = config.vocab_size, config.hidden_size
     table = Spec(shape, ("vocab", "embed"), inputs=(1,), can_quantize=not wide_tables)
@@ -74,7 +74,7 @@ def specs(
 
 
 def layer_input_specs(config: ModelConfig) -> dict[str, Spec]:
-    """Returns the specs of `layer_inputs`, if the model has them. No scheme rounds the table, of which rows are read."""
+    """Returns the specs of `layer_inputs`, if the model has any. The table is never quantised: passes read few vectors."""
     p, width = config.layer_input_size, config.num_layers * config.layer_input_size
     if not p:
         return {}
@@ -86,9 +86,9 @@ def layer_input_specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def merge(params: Params, config: ModelConfig) -> None:
-    """Stores maps of the same input as one array, in place, unless they are quantised in different ways.
+    """Joins maps of the same input into one array, in place, unless they are quantised in different ways.
 
-    Devices hold those of one layer twice.
+    While a layer is joined, devices hold its weights twice.
     """
 
     def join(weights: Params, names: tuple[str, ...], run: Callable[[Any], Any]) -> None:
@@ -113,15 +113,15 @@ def forward(
     attention: str = "xla",
     residual_dtype: DTypeLike | None = None,
 ) -> Output:
-    """Runs new positions through the model; the cache is read, never written.
+    """Runs new positions through the model. The cache is read, never written.
 
     Args:
       positions_bt: absolute positions.
       mask_btu: True if new position t sees new position u (causal for a chunk, ancestors for a tree).
-      cache: committed positions, all visible to every new one.
-      earlier: `Output.new` of x positions that are in no cache yet; the mask is then [b, t, x + u].
-      taps: 0-based layers whose outputs are returned.
-      residual_dtype: dtype of the residual stream and of `hidden_btd`; None: that of the weights.
+      cache: committed positions; every new position sees all of them.
+      earlier: `Output.new` of x positions that are not yet in a cache. The mask is then [b, t, x + u].
+      taps: 0-based indices of layers whose outputs are returned.
+      residual_dtype: dtype of the residual stream and of `hidden_btd`; None: dtype of the weights.
     """
     x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt, config.embedding_factor), ("batch", None, None))
     dtype = x_btd.dtype
@@ -135,7 +135,7 @@ def forward(
 
 
 def layer_inputs(params: Params, config: ModelConfig, tokens_bt: jax.Array, x_btd: jax.Array) -> jax.Array | Sequence[None]:
-    """Returns the input that each layer has of its own, of the tokens and their embeddings; None in models without them.
+    """Returns each layer's additional input, computed from tokens and their embeddings; None in models without such inputs.
 
     Source: transformers, gemma4 (per-layer embeddings).
     """
@@ -161,10 +161,10 @@ def through_layers(
     attention: str = "xla",
     inputs_lbtp: jax.Array | Sequence[jax.Array | None] | None = None,
 ) -> Output:
-    """Runs the layers and the final norm on inputs [b, t, d], otherwise as `forward`; reads no table.
+    """Runs the layers and the final norm on inputs [b, t, d], like `forward`, but reads no table.
 
     Args:
-      inputs_lbtp: `layer_inputs`; None: layers have none.
+      inputs_lbtp: result of `layer_inputs`; None: layers have no additional inputs.
     """
     split = [chain(*specs(config, is_merged=is_merged)["groups"]) for is_merged in (False, True)]
     all_weights = list(map(quantized.with_partitions, chain(*params["groups"]), *split))
@@ -191,7 +191,7 @@ def run_layers(
     earlier: tuple[Any, ...] | None,
     inputs_lbtp: jax.Array | Sequence[jax.Array | None],
 ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
-    """Returns the final norm with the scale `norm_d`, the output of each layer, and its part of `Output.new`."""
+    """Returns the final norm with the scale `norm_d`, the output of each layer, and each layer's part of `Output.new`."""
     run = {kind: _make_layer(config.of_kind(kind), KINDS[kind], shared) for kind, shared in inputs.items()}
     sources = find_sources(config)
     outputs: list[jax.Array] = []
@@ -208,7 +208,7 @@ def run_layers(
 
 
 def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Callable[..., tuple[jax.Array, Any]]:
-    """Returns a function of a layer's weights, input, state and `earlier`: the layer's output, and `Output.new`."""
+    """Returns a function of a layer's weights, input, state and `earlier`. It returns the output and `Output.new`."""
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
     def layer(weights, x_btd, state, earlier, input_btp):
@@ -223,7 +223,7 @@ def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Cal
 
 
 def logits(params: Params, config: ModelConfig, hidden_btd: jax.Array) -> jax.Array:
-    """Returns logits of chosen positions, [..., v]: products in the weights' dtype, summed in that of the hidden states."""
+    """Returns logits of chosen positions, [..., v]. Products have the dtype of weights, sums the dtype of hidden states."""
     table = params.get("unembed", params["embed"])
     return vocab.cap(vocab.unembed(table, hidden_btd.astype(table.dtype), hidden_btd.dtype), config.logit_cap)
 

@@ -1,8 +1,8 @@
 """Operations over the vocabulary: embedding, logits and reductions of logits.
 
-With an ambient mesh whose model axis divides the vocabulary, tables and logits stay sharded: a shard searches its own
-candidates and only those travel. Automatic partitioning would gather full logits for `top_k`, so that goes through
-`shard_map`; sums and maxima partition well by themselves.
+If the model axis of the ambient mesh divides the vocabulary, tables and logits stay sharded: each shard searches its part,
+and only the candidates are moved. Automatic partitioning would gather full logits for `top_k`, so `top_k` uses `shard_map`.
+Sums and maxima are partitioned well automatically.
 
 Shape suffixes: b batch, t positions of a sequence, x positions of one of y chunks, v vocabulary, d model, c candidates;
 `...` is any leading axes, batch first.
@@ -25,11 +25,11 @@ from treeflash_jax.models.backend import selection
 from treeflash_jax.models.quantized import Quantized
 
 (AXIS,) = sharding.RULES["vocab"]
-CHUNK_BYTES = 2**30  # limit for a device's logits if only their largest entries are used
+CHUNK_BYTES = 2**30  # most bytes of logits per device if only their largest entries are used
 
 
 def embed(table_vd: jax.Array | Quantized, ids: jax.Array, factor: float = 1.0) -> jax.Array:
-    """Returns embeddings of tokens, [..., d], times the factor, which is rounded to their dtype."""
+    """Returns embeddings of tokens, [..., d], times `factor` rounded to their dtype."""
     vectors = _lookup(table_vd, ids)
     return vectors if factor == 1 else vectors * jnp.asarray(factor, vectors.dtype)
 
@@ -52,8 +52,8 @@ def _lookup(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
 def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns hidden . table^T: logits [..., v], sharded over the vocabulary if the table is.
 
-    In training, there may be a table for each sequence, [b, v, d]. `dtype` is that of the logits of one table; None: that
-    of `hidden`.
+    In training, there may be a table for each sequence, [b, v, d]. `dtype` is the dtype of the logits of a single table;
+    None: the dtype of `hidden`.
     """
     if len(table_vd.shape) == 3:
         return jax.vmap(partial(quantized.product, "...d,vd->...v"))(hidden, table_vd)
@@ -67,7 +67,7 @@ def cap(logits: jax.Array, most: float) -> jax.Array:
 
 
 def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the k largest entries of [..., v] and their ids, largest first, lower id first among equals."""
+    """Returns the k largest entries of [..., v] and their ids: largest first, and lower ids first among equal entries."""
     mesh = _vocab_mesh(scores.shape[-1])
     if mesh is None:
         return selection.top_k(scores, k)
@@ -85,14 +85,14 @@ def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def argmax(scores: jax.Array) -> jax.Array:
-    """Returns the id of the largest entry, the lowest among equals."""
+    """Returns the id of the largest entry; the lowest id among equal entries."""
     if _vocab_mesh(scores.shape[-1]) is not None:
         return selection.plain_argmax(scores)
     return selection.argmax(scores)
 
 
 def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns entries `ids` [..., c] of logits [..., v], ids at least 0; -inf for ids past the vocabulary."""
+    """Returns the entries `ids` [..., c] of logits [..., v]. Ids must be at least 0; ids past the vocabulary give -inf."""
     mesh = _vocab_mesh(logits.shape[-1])
     if mesh is None:
         return jnp.take_along_axis(logits, ids, axis=-1, mode="fill", fill_value=-jnp.inf)
@@ -108,9 +108,9 @@ def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def put(scores: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns scores [..., v] with entries `ids` [..., c] replaced; ids past the vocabulary are dropped.
+    """Returns scores [..., v] with the entries `ids` [..., c] replaced. Ids past the vocabulary are ignored.
 
-    Equal ids of one vector need equal values.
+    If an id occurs twice in a vector, both values must be equal.
     """
     mesh = _vocab_mesh(scores.shape[-1])
 
@@ -137,11 +137,11 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
 def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> tuple[jax.Array, jax.Array]:
     """Returns the k likeliest tokens of softmax(logits / temperature) and their log-probabilities.
 
-    Normalised over the whole vocabulary, so that the k entries sum to less than one. Trees rely on no child outscoring its
-    parent: no entry is above 0, not even by rounding, since the sum holds exp(0).
+    Log-probabilities are normalised over the whole vocabulary, so the k probabilities sum to less than one. No entry is
+    above 0, not even by rounding, since the sum contains exp(0). Trees rely on this: no child may score above its parent.
     """
     values, ids = top_k(logits, k)
-    peak = values[..., :1]  # saves a pass over the logits, and a collective
+    peak = values[..., :1]  # the largest value is the peak: saves a pass over the logits, and a collective
     total = jnp.sum(jnp.exp((_wide(logits) - peak) / temperature), axis=-1, keepdims=True)
     return ids, (_wide(values) - peak) / temperature - jnp.log(total)
 
@@ -156,8 +156,8 @@ def likeliest(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the k likeliest tokens after each hidden state and their log-probabilities, [b, t, k] each.
 
-    `top_log_probs` of `cap` of `unembed`, over at most CHUNK_BYTES of logits at a time. `ids_v` are the verifier's ids of a
-    draft vocabulary; None: the table is the verifier's.
+    Computes `unembed`, `cap` and `top_log_probs`, over at most CHUNK_BYTES of logits at a time. `ids_v` maps a draft
+    vocabulary to the verifier's ids; None: the table has the verifier's vocabulary.
     """
 
     def chunk_log_probs(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,10 +169,11 @@ def likeliest(
 
 
 def by_chunks(reduce: Callable[..., Any], size: int, hidden_btd: jax.Array, *more: jax.Array) -> Any:
-    """Returns `reduce(hidden_btd, *more)`, computed over at most CHUNK_BYTES of logits at a time.
+    """Returns `reduce(hidden_btd, *more)`. Computes it over at most CHUNK_BYTES of logits at a time.
 
     Args:
-      reduce: a function of hidden states and other arrays with the same positions; its results have them too.
+      reduce: function of hidden states and other arrays with the same positions. Its results must have the same positions,
+        too.
       size: size of the vocabulary.
     """
     batch, positions = hidden_btd.shape[:2]
@@ -208,15 +209,17 @@ def filter_threshold(
 ) -> jax.Array:
     """Returns the smallest logit that survives top-k, top-p and min-p of softmax(logits / temperature), [...].
 
-    The order is as in transformers: top-p counts the tokens that top-k keeps. vLLM applies min-p before both.
-    Tokens with smaller logits are dropped: ties are kept, and so is the token that crosses p; -inf keeps all. The cuts of
-    top-k and top-p are computed by bisection over the ordered bit patterns of the logits' own dtype, 16 passes each for
-    bfloat16: exact, without sorting the vocabulary or writing anything of its size, and with sums only, so a sharded
-    vocabulary never moves. That of min-p depends on the largest logit alone.
+    The order is as in transformers: top-p counts only tokens that top-k keeps. (vLLM applies min-p before both.) Tokens
+      with
+    smaller logits are dropped. Ties are kept, and so is the token that crosses p; -inf keeps all tokens.
+
+    The cuts of top-k and top-p are found by bisection over the ordered bit patterns of the logits' dtype, with 16 passes
+    each for bfloat16. This is exact. It neither sorts the vocabulary nor writes an array of its size, and it needs only
+    sums, so a sharded vocabulary is never moved. The cut of min-p depends only on the largest logit.
 
     Args:
-      temperature: above 0; like top_k (0 keeps all), top_p (1 keeps all) and min_p (0 keeps all), it is broadcastable to
-        [...].
+      temperature: number above 0. Like top_k (0 keeps all), top_p (1 keeps all) and min_p (0 keeps all), it can be
+        broadcast to [...].
     """
     lowest = ordered(jnp.asarray(-jnp.inf, logits.dtype))
     peak = jnp.max(logits, axis=-1, keepdims=True)
@@ -233,14 +236,14 @@ def filter_threshold(
     kth = jnp.where(top_k > 0, kth, lowest)
     wanted = top_p * mass(kth)
     crossing = _bisect(lambda cut: mass(cut) >= wanted, logits)
-    crossing = jnp.minimum(crossing, ordered(peak[..., 0]))  # p below the smallest float keeps the likeliest token
+    crossing = jnp.minimum(crossing, ordered(peak[..., 0]))  # if p is below the smallest float, keeps the likeliest token
     kept = jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth)
     rounded = least.astype(logits.dtype)
-    return unordered(jnp.maximum(kept, ordered(rounded) + (rounded < least)), logits.dtype)  # `least` is rounded up
+    return unordered(jnp.maximum(kept, ordered(rounded) + (rounded < least)), logits.dtype)  # rounds `least` up
 
 
 def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-    """Returns the largest key of the logits' dtype for which `holds` (true below, false above) is true, [...]."""
+    """Returns the largest key of the logits' dtype for which `holds` is true, [...]. It is true below, and false above."""
 
     def halve(_, bounds):
         low, high = bounds  # holds(low) is true, holds(high) is false
@@ -254,14 +257,14 @@ def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.A
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Returns integer keys in the order of the floating-point values; int32 for 16 bits too."""
+    """Returns integer keys in the order of the floating-point values; int32 even for 16 bits."""
     bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     bits = bits.astype(jnp.promote_types(bits.dtype, jnp.int32))
     return jnp.where(bits < 0, -(2 ** (8 * x.dtype.itemsize - 1)) - bits, bits)
 
 
 def unordered(key: jax.Array, dtype) -> jax.Array:
-    """Returns the floating-point values of `ordered` keys."""
+    """Returns the floating-point values of keys from `ordered`."""
     size = 8 * jnp.dtype(dtype).itemsize
     bits = jnp.where(key < 0, -(2 ** (size - 1)) - key, key).astype(f"int{size}")
     return lax.bitcast_convert_type(bits, dtype)
