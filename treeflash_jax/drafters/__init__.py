@@ -1,7 +1,7 @@
 """Drafters propose continuations of a text to the verifier.
 
-A `Drafter` has its sizes, its weights' shapes, its state and its draft. Decoding, files, benchmarks and training reach it
-through these methods only. A new kind is one file; a file dialect reads it.
+A `Drafter` has sizes, shapes of weights, a state and a method that drafts. Decoding, files, benchmarks and training use
+only these methods. To add a kind, write a file and, in `formats.dialects`, a dialect that reads its files.
 """
 
 from treeflash_jax.drafters.assistant_drafter import AssistantDrafter

@@ -1,17 +1,17 @@
-"""Gemma 4's assistants: a few layers that read the verifier's keys and values, and keep none.
+"""Gemma 4's assistants: a few layers that read the verifier's keys and values and have none themselves.
 
     x      = pre_projection [embed(token), hidden]     embedding of the verifier, with its factor
     out    = norm(layers(x))                           queries only, over committed positions of the verifier
     hidden = post_projection(out)                      for the next token
     logits = out . table^T                             the assistant's own table
 
-The first token is the anchor, at position L, and the first `hidden` is the verifier's output after its final norm at L - 1.
-The tokens of all levels are at position L too, and see the same committed positions: so a node depends on its parent's
-`hidden` and its own token alone, and the nodes of a level are independent. A layer reads the verifier's last layer of its
-kind that has keys and values.
+The first token is the anchor, at position L. The first `hidden` is the verifier's output after its final norm at L - 1. The
+tokens of all levels are at position L, too, and see the same committed positions. A node therefore depends only on its
+token and on its parent's `hidden`, and the nodes of a level are independent. Each layer reads the verifier's last layer of
+the same kind that has keys and values.
 
-With clusters, which edge models have, only the tokens of the clusters whose centroids score highest get logits; all others
-have the smallest of these minus 1, and are not drafted.
+Edge models have clusters of tokens. Only the tokens of the clusters with the highest centroid scores get logits. All other
+tokens get the smallest of these logits minus 1, and are not drafted.
 
 Shape suffixes: b batch, t positions, w lanes (tokens of a level), k key/value heads, e head dim, d assistant's width, j
 verifier's width, c clusters, z tokens of a cluster, n tokens with logits.
@@ -58,7 +58,7 @@ class LastHidden(State):
         return self
 
     def cut(self, length_b: jax.Array) -> Self:
-        return self  # until `extend` replaces it
+        return self  # stays until `extend` replaces it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +66,14 @@ class AssistantDrafter(LaneDrafter):
     """An assistant of Gemma 4.
 
     Attributes:
-      layers: sizes of its layers, all of kinds that share; `window` is 1 + the number of committed positions that layers
-        with a window see, and `vocab_size` the verifier's.
+      layers: sizes of the assistant's layers, whose kinds all share. `window` is 1 + the number of committed positions that
+        a layer with a window sees. `vocab_size` is the verifier's.
       target_hidden_size: hidden size of the verifier.
-      num_clusters: number of clusters of equal size that all tokens are in; 0: all tokens get logits.
+      num_clusters: number of clusters of equal size into which the vocabulary is divided; 0: all tokens get logits.
       top_clusters: number of clusters whose tokens get logits.
-      sources: layer of the verifier whose keys and values each layer reads; () before `fitted`.
-      taps: the verifier's last layer; () before `fitted`.
-      embedding_factor: factor of token embeddings, the verifier's (`fitted`).
+      sources: for each layer, the verifier layer whose keys and values it reads; () before `fitted`.
+      taps: index of the verifier's last layer; () before `fitted`.
+      embedding_factor: the verifier's factor of token embeddings, set by `fitted`.
     """
 
     kind: ClassVar[str] = "assistant"
@@ -86,17 +86,18 @@ class AssistantDrafter(LaneDrafter):
     sources: tuple[int, ...] = ()
     taps: tuple[int, ...] = ()
     embedding_factor: float = 1.0
-    # A level reads a few hundredths of the verifier's weights. How deep published assistants are accepted was not measured.
+    # A level reads a few hundredths of the verifier's weights. It was not measured at which depths published assistants are
+    # still accepted.
     num_depths: int = 7
     lanes: int | None = 4
 
     @property
     def draft_vocab_size(self) -> int:
-        """Number of tokens that get logits in one step; 0: all."""
+        """Number of tokens that get logits in a step; 0: all tokens."""
         return self.top_clusters * (self.layers.vocab_size // self.num_clusters) if self.num_clusters else 0
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this drafter with the layers that it reads. Raises ValueError if it was made for another verifier."""
+        """Returns this drafter with the layers that it reads set. Raises ValueError if it was made for another verifier."""
         require_sizes(
             verifier,
             (),
@@ -120,7 +121,7 @@ class AssistantDrafter(LaneDrafter):
         )
 
     def specs(self) -> dict[str, Any]:
-        """Returns the specs of a model of these layers with its table, and of the projections and clusters."""
+        """Returns the specs of the layers and their table, and of the projections and clusters."""
         d, j, vocab_size = self.layers.hidden_size, self.target_hidden_size, self.layers.vocab_size
         tree = verifier.specs(self.layers) | {
             "pre_projection": Spec((d, 2 * j), ("embed", None), inputs=(1,), outputs=(0,)),
@@ -157,11 +158,11 @@ class AssistantDrafter(LaneDrafter):
 class Committed:
     """Committed positions of the verifier, as the assistant's layers read them.
 
-    Attention takes new positions with keys and values of their own, which the assistant's have not: the last committed
-    position takes their place.
+    Attention expects keys and values of the new positions, but the assistant computes none. The last committed position is
+    passed in their place.
 
     Attributes:
-      before: keys and values of each layer; those at and after the last committed position are not read.
+      before: keys and values of each layer. Entries at and after the last committed position are not read.
       last: keys and values [b, 1, k, e] of each layer at that position.
       length_b: number of committed positions, at least 1.
     """
@@ -172,7 +173,7 @@ class Committed:
 
 
 def committed_layers(cache: Cache, sources: Sequence[int]) -> Committed:
-    """Returns the committed positions of these layers of the verifier."""
+    """Returns the committed positions of the verifier's layers `sources`."""
     last = {source: cache.layers[source].last(cache.length_b) for source in {*sources}}
     return Committed(
         tuple(cache.layers[source] for source in sources), tuple(last[source] for source in sources), cache.length_b
@@ -190,7 +191,7 @@ class AssistantStep:
         return self.run(shared, level.token_bw, level.carry)
 
     def run(self, shared: Any, token_bw: jax.Array, hidden_bwj: jax.Array) -> LaneState:
-        """Returns the children below tokens, given the hidden states before them, and the hidden states after them."""
+        """Returns the children of tokens, and the hidden states after them, given the hidden states before them."""
         params, tables, committed, temperature_b = shared
         embedded_bwj = vocab.embed(tables["embed"], token_bw, self.config.embedding_factor).astype(hidden_bwj.dtype)
         joined_bwj = jnp.concatenate([embedded_bwj, hidden_bwj], axis=-1)
@@ -212,7 +213,7 @@ class AssistantStep:
         return verifier.run_layers(*operands)[0]
 
     def likeliest(self, params: Params, out_bwd: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the likeliest tokens and their log-probabilities, as `vocab.likeliest`."""
+        """Returns the likeliest tokens and their log-probabilities, like `vocab.likeliest`."""
         count, config = self.config.children, self.config
         if not config.num_clusters:
             return vocab.likeliest(params["embed"], out_bwd, count, temperature_b)

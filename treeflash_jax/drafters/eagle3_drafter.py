@@ -7,8 +7,8 @@ Position t pairs the verifier's features at t (or, while drafting, the layer's o
     hidden_t  = layer(queries, keys, values of read_t; residual carried_t; rotation at t)
     unembed(norm(hidden_t))                          logits of the token at t + 2
 
-So after a commit its context is as long as the verifier's cache, and the output at its last position gives the first
-drafted token.
+After a commit, the drafter's context is therefore as long as the verifier's cache. The output at its last position gives
+the first drafted token.
 
 Shape suffixes: b batch, t positions, w lanes, j tapped layers x verifier width, d drafter width, x keys that a lane may
 see, z draft vocabulary; `read` has width 2 d.
@@ -39,18 +39,18 @@ class Eagle3Drafter(LaneDrafter):
     """An EAGLE-3 drafter: one decoder layer over pairs of a verifier feature and the token that follows it.
 
     Attributes:
-      layers: sizes of that layer; `vocab_size` is the verifier's.
+      layers: sizes of that decoder layer; `vocab_size` is the verifier's.
       target_hidden_size: hidden size of the verifier.
-      taps: 0-based verifier layers whose output (residual stream) it reads; None: the rule of the EAGLE repository, which
-        depends on the verifier's depth (`fitted`).
-      draft_vocab_size: number of tokens that it can draft; if smaller than the verifier's vocabulary, the weight `offsets`
-        lists them.
-      own_embedding: whether it has an embedding table; else it reads the verifier's.
-      fc_norm: whether the feature of every tapped layer is normalised before they are joined (EAGLE-3.1).
+      taps: 0-based verifier layers whose output (residual stream) it reads; None: the EAGLE repository's layers for the
+        verifier's depth, set by `fitted`.
+      draft_vocab_size: number of tokens that it can draft. If this is less than the verifier's vocabulary, the weight
+        `offsets` lists them.
+      own_embedding: whether it has an embedding table; if not, it reads the verifier's.
+      fc_norm: whether the feature of every tapped layer is normalised before the features are joined (EAGLE-3.1).
       norm_before_fc: whether the joined features are normalised.
-      norm_before_residual: whether the layer adds its attention to the carried state after its norm instead of before.
-      norm_output: whether the next step is fed the normalised output of the layer (EAGLE-3.1).
-      verifier: name of the verifier that it was trained for, and its classes in transformers; () if not stated.
+      norm_before_residual: whether the layer's attention is added to the carried state after its norm; if not, before it.
+      norm_output: whether the next step gets the normalised output of the layer (EAGLE-3.1).
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if unknown.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -71,7 +71,7 @@ class Eagle3Drafter(LaneDrafter):
     thinking: bool | None = None
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this drafter with its tapped layers. Raises ValueError if it was made for another verifier."""
+        """Returns this drafter with its tapped layers set. Raises ValueError if it was made for another verifier."""
         taps = self.taps
         if taps is None:
             taps = default_taps(verifier.num_layers)
@@ -85,7 +85,7 @@ class Eagle3Drafter(LaneDrafter):
         return replace(self, taps=taps)
 
     def specs(self) -> dict[str, Any]:
-        """Returns the specs. Without `embed` the verifier's is read; draft token i is the verifier's i + offsets[i]."""
+        """Returns the specs. Without `embed`, uses the verifier's. Draft token i is verifier token i + offsets[i]."""
         width = self.layers.hidden_size
         joined = self.num_taps * self.target_hidden_size
         layer = layers.layer_specs(self.layers) | {"hidden_norm": Spec((width,), (None,), "ones")}
@@ -110,7 +110,7 @@ class Eagle3Drafter(LaneDrafter):
     def extend(
         self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
-        """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
+        """Adds committed positions: all of their keys and values, and the layer's output at the last valid position."""
         prefix, length_b, length = state.context.layers[0], state.context.length_b, features_btj.shape[1]
         carried_btd = fuse(params, self, features_btj)
         read_bt = layer_input(params, verifier_params, self, tokens_bt, carried_btd)
@@ -136,7 +136,7 @@ class Eagle3Drafter(LaneDrafter):
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Returns the tapped layers for files that name none: the inputs of layers 2, L // 2 and L - 3 (EAGLE repository)."""
+    """Returns the tapped layers for files without a list: the inputs of layers 2, L // 2 and L - 3 (EAGLE repository)."""
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
@@ -157,14 +157,14 @@ def feed_back(params: Params, config: Eagle3Drafter, hidden_btd: jax.Array) -> j
 
 
 def normed(params: Params, config: Eagle3Drafter, hidden_btd: jax.Array) -> jax.Array:
-    """Returns the input of the vocabulary table."""
+    """Returns the hidden states that are multiplied by the vocabulary table."""
     return layers.rms_norm(hidden_btd, params["norm"], config.layers.rms_norm_eps)
 
 
 def layer_input(
     params: Params, tables: Params, config: Eagle3Drafter, tokens_bt: jax.Array, carried_btd: jax.Array
 ) -> jax.Array:
-    """Returns the input of queries, keys and values, [b, t, 2 d]: the following token's embedding and the carried state."""
+    """Returns the input of queries, keys and values, [b, t, 2 d]: the next token's embedding and the carried state."""
     eps, layer = config.layers.rms_norm_eps, params["layer"]
     embedded_btd = vocab.embed(params["embed"] if config.own_embedding else tables["embed"], tokens_bt)
     parts = (
@@ -189,7 +189,7 @@ def layer_output(
     """Returns the layer's output, [b, t, d].
 
     Args:
-      read_bt, carried_btd: result of `layer_input`, and the carried state given to it.
+      read_bt, carried_btd: result of `layer_input`, and the carried state from which it was computed.
       attend: maps queries [b, t, h, e] to mixed values [b, t, h, e].
     """
     layer, eps = params["layer"], config.layers.rms_norm_eps
@@ -204,7 +204,7 @@ def layer_output(
 
 @dataclass(frozen=True)
 class LayerStep:
-    """The `Step` of EAGLE-3: the layer over a token per lane, each carrying the output of the level above."""
+    """The `Step` of EAGLE-3: runs the layer for a token in each lane. A lane carries the output of the level above."""
 
     config: Eagle3Drafter
     attention: str
@@ -226,7 +226,7 @@ class LayerStep:
         return self.offer(shared, hidden_bwd, ((k_bwke, v_bwke),))
 
     def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
-        """Returns the children below the layer's outputs."""
+        """Returns the children below outputs of the layer."""
         (params, *_, temperature_b), ids_z = shared, draft_ids(shared[0])
         normed_bwd = normed(params, self.config, hidden_bwd)
         offered = vocab.likeliest(params["unembed"], normed_bwd, self.config.children, temperature_b, ids_z)

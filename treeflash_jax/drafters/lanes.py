@@ -1,23 +1,23 @@
-"""Drafters that run a network once per level of a tree, for a few nodes of each level: the lanes.
+"""Drafters that run a network once per level of a tree, for a few nodes of each level. These nodes are called lanes.
 
-A block drafter knows all levels after one pass. EAGLE-3 or a language model has to be run again below every token that it
-proposes. `LaneExpander` does this for any tree builder: a lane is one node with the path above it, whose keys and values
-are in a scratch, so that no cache is written before the tree is verified.
+A block drafter knows all levels after one pass. EAGLE-3 or a language model must be run again below every token that it
+proposes. `LaneExpander` does this for any tree builder. A lane is a node with the path above it. Keys and values of the
+path are in a scratch, so no cache is written before the tree is verified.
 
-Such a drafter provides one function, and `draft` returns a `LaneExpander` with it (see `LaneDrafter.expand`):
+Such a drafter provides a function `step`. Its `draft` returns a `LaneExpander` with this step (see `LaneDrafter.expand`):
 
     step(shared, level) -> LaneState
 
-`shared` is a pytree that all lanes read: weights, the cache of the committed text, temperatures. `level` (`Level`) has one
-token per lane and the carry of the step above. The step runs its network over these w tokens, whose queries see the
-committed prefix, the tokens above on their paths and themselves, and returns (`LaneState`) the children of each, the carry
-and the keys and values to keep. `level.seen_bwx` is the mask for `tree_attention`, and `level.join` makes its keys or
-values:
+`shared` is a pytree that all lanes read: weights, the cache of the committed text, temperatures. `level` (`Level`) has a
+token per lane, and the carry of the step above. The step runs its network over these w tokens. Their queries see the
+committed prefix, the tokens above on their paths, and themselves. The step returns (`LaneState`) the children of each
+token, the carry, and the keys and values to keep. `level.seen_bwx` is the mask for `tree_attention`, and `level.join` makes
+its keys and values:
 
     k_bxke = level.join(level.earlier["keys"], k_bwke)     # `earlier` has the structure of LaneState.kv
     mixed_bwhe = tree_attention(q_bwhe, k_bxke, v_bxke, level.seen_bwx, prefix, length_b)
 
-Networks that keep no keys and values of lanes have `scratch` and LaneState.kv ().
+If a network keeps no keys and values of lanes, `scratch` and LaneState.kv are ().
 
 Shape suffixes: b batch, w lanes, c children kept, i scratch slots of a lane (one per level that is run), x = w i + w keys
 that tokens may see, n layers of an array, k key/value heads, s cache slots, e head dim.
@@ -53,8 +53,8 @@ class Level:
 
     Attributes:
       carry: the carry of the step above, each array [b, w, ...].
-      earlier: keys and values of the levels above, each array [b, w i, ...]: lane by lane, level by level.
-      seen_bwx: True if a token sees an earlier one (the first w i) or one of the w tokens (itself).
+      earlier: keys and values of the levels above, each array [b, w i, ...], ordered by lane, then by level.
+      seen_bwx: True if a token sees an earlier token (the first w i entries) or one of the w tokens (only itself).
     """
 
     token_bw: jax.Array
@@ -64,7 +64,7 @@ class Level:
     seen_bwx: jax.Array
 
     def join(self, earlier_bx: jax.Array, new_bw: jax.Array) -> jax.Array:
-        """Returns keys or values [b, x, ...] of earlier tokens followed by those of this level."""
+        """Returns keys or values [b, x, ...]: first those of earlier tokens, then those of this level."""
         return jnp.concatenate([earlier_bx, new_bw.astype(earlier_bx.dtype)], axis=1)
 
 
@@ -75,8 +75,8 @@ class LaneState:
     Attributes:
       carry: any arrays [b, w, ...], such as hidden states.
       kv: keys and values of the step's tokens, each array [b, w, ...] as `LaneExpander.scratch` specifies.
-      tokens_bwc: children, likeliest first: ids of the verifier.
-      log_probs_bwc: their log-probabilities, at most 0; -inf for no child.
+      tokens_bwc: children, likeliest first, as ids of the verifier.
+      log_probs_bwc: log-probabilities of the children, at most 0; -inf for no child.
     """
 
     carry: Any
@@ -90,17 +90,17 @@ Step = Callable[[Any, Level], LaneState]
 
 @struct.dataclass
 class LaneExpander(Expander):
-    """An `Expander` whose `follow_token` runs a network; see the module.
+    """An `Expander` whose `follow_token` runs a network; see the module's docstring.
 
     The network is not run below the deepest level, whose nodes offer no children.
 
     Attributes:
       shared: pytree that the step reads besides its level.
-      position_b: position of the first drafted token: the length of the drafter's context.
-      first: the children of the anchor in one lane, [b, 1, ...]; its `kv` is not read.
-      step: static; equal steps share a program.
-      scratch: a tree of Spec for the arrays of LaneState.kv: shape and axes without batch and lanes, and dtype.
-      num_depths: the deepest level drafted; static.
+      position_b: position of the first drafted token, which is the length of the drafter's context.
+      first: children of the anchor, in a single lane, [b, 1, ...]; its `kv` is not read.
+      step: the step; static. Equal steps share a program.
+      scratch: tree with a Spec for each array of LaneState.kv: shape and axes without batch and lanes, and dtype.
+      num_depths: deepest level that is drafted; static.
     """
 
     shared: Any
@@ -160,7 +160,7 @@ def scratch_specs(context: Cache) -> tuple[tuple[Spec, Spec], ...]:
     """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `verifier.Output.new`."""
 
     def specs(layer: LayerKV | None) -> tuple[Spec, Spec] | None:
-        if layer is None:  # it shares another's
+        if layer is None:  # the layer reads another layer's keys and values
             return None
         heads, size = layer.keys_bnkse.shape[2], layer.keys_bnkse.shape[4]
         spec = Spec((heads, size), ("kv_heads", None), dtype=layer.keys_bnkse.dtype)
@@ -174,7 +174,7 @@ def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, c
 
     Args:
       new: `verifier.Output.new` of the drafter's network.
-      hidden_b1d: hidden state at the last of these positions; not read if there is none.
+      hidden_b1d: hidden state at the last of these positions; not read if `count_b` is 0.
     """
     hidden_bd = hidden_b1d[:, 0]
     return state.replace(
@@ -185,9 +185,9 @@ def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, c
 
 @dataclass(frozen=True, kw_only=True)
 class LaneDrafter(Drafter):
-    """A drafter whose network runs once per level; its state is a `ContextState` with a hidden state, or has no cache.
+    """A drafter whose network runs once per level. Its state is a `ContextState` with a hidden state, or has no cache.
 
-    A subclass also has `draft_vocab_size`, the number of tokens that it drafts; 0: all of the vocabulary.
+    A subclass also has `draft_vocab_size`, the number of tokens that it drafts; 0: the whole vocabulary.
 
     Attributes:
       layers: sizes of the network; `vocab_size` is the verifier's.
@@ -225,7 +225,8 @@ class LaneDrafter(Drafter):
 
         Args:
           shared: pytree that the step reads besides its level.
-          step: a `Step` with a method `offer(shared, hidden_bwd, kv) -> LaneState`: the children below these hidden states.
+          step: a `Step` with a method `offer(shared, hidden_bwd, kv) -> LaneState`, which returns the children below hidden
+            states.
         """
         context, first = inputs.state.context, step.offer(shared, inputs.state.hidden_bd[:, None], ())
         scratch = scratch_specs(context)

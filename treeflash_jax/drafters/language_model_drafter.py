@@ -1,12 +1,12 @@
 """A small language model as the drafter: any supported architecture with the verifier's vocabulary.
 
-Its cache holds one position more than the verifier's: the anchor's, so that children of the anchor are known before a round
-begins. Levels of a tree run in lanes (lanes.py); after a round the accepted path is computed again in
-one pass and appended to the cache.
+Its cache holds one position more than the verifier's: the anchor's. The children of the anchor are therefore known before a
+round begins. Levels of a tree run in lanes (lanes.py). After a round, the model computes the accepted path again in one
+pass and appends it to its cache.
 
 Shape suffixes: b batch, t positions, w lanes, d model.
 
-Source: speculative decoding (arXiv 2211.17192, 2302.01318); EAGLE-2 (arXiv 2406.16858) for trees of few lanes.
+Source: speculative decoding (arXiv 2211.17192, 2302.01318); EAGLE-2 (arXiv 2406.16858) for trees with few lanes.
 """
 
 from dataclasses import dataclass, replace
@@ -41,8 +41,8 @@ class LanguageModelDrafter(LaneDrafter):
     """A language model that drafts.
 
     Attributes:
-      draft_vocab_size: number of tokens that it drafts, listed by the weight `offsets`; 0: all.
-      steering: the verifier whose hidden states shift its layers; None: it reads nothing but tokens.
+      draft_vocab_size: number of tokens that it drafts, listed by the weight `offsets`; 0: the whole vocabulary.
+      steering: the verifier whose hidden states shift its layers; None: the model reads only tokens.
     """
 
     kind: ClassVar[str] = "language_model"
@@ -61,7 +61,7 @@ class LanguageModelDrafter(LaneDrafter):
         return () if self.steering is None else self.steering.taps
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this drafter. Raises ValueError if vocabularies differ in size, or another verifier steers it."""
+        """Returns this drafter. Raises ValueError if the vocabularies differ in size, or if another verifier steers it."""
         got, expected = self.layers.vocab_size, verifier.vocab_size
         problem = f"got a language model with a vocabulary of {got}, expected the verifier's, of {expected}"
         require_fit(got == expected, problem, "use a smaller model of the same family")
@@ -75,7 +75,7 @@ class LanguageModelDrafter(LaneDrafter):
         return replace(self, draft_vocab_size=draft_vocab_size)
 
     def specs(self) -> dict[str, Any]:
-        """Returns the specs of the model, its tables included, of its steering, and of the tokens that it drafts."""
+        """Returns the specs of the model with its tables, of its steering, and of the list of tokens that it drafts."""
         steers = {} if self.steering is None else {"steering": steering.specs(self.steering, self.layers)}
         return model.specs(self.layers) | steers | listed_specs(self.draft_vocab_size, self.layers.hidden_size)
 
@@ -89,10 +89,10 @@ class LanguageModelDrafter(LaneDrafter):
     def extend(
         self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
-        """Reads the next tokens of the text, from the first of the prompt; reads no weights of the verifier.
+        """Reads the next tokens of the text, from the prompt's first token on. Reads no weights of the verifier.
 
-        With steering, features at the last position shift it and the next draft; positions before it keep the shifts that
-        they were drafted with. Prompts come without features and are not shifted.
+        With steering, features at the last position give the shifts for that position and for the next draft. Positions
+        before it keep the shifts with which they were drafted. Prompts come without features and are not shifted.
         """
         batch, length = tokens_bt.shape
         if self.steering is not None and features_btj is not None:
@@ -115,7 +115,7 @@ class LanguageModelDrafter(LaneDrafter):
 
 @dataclass(frozen=True)
 class ModelStep:
-    """The `Step` of a language model; it reads the weights, the state and a temperature."""
+    """The `Step` of a language model. It reads the weights, the state and a temperature."""
 
     config: LanguageModelDrafter
     attention: str

@@ -1,4 +1,4 @@
-"""Drafting with the layer of multi-token prediction that the files of Qwen3.5, Qwen3-Next and later models contain.
+"""Drafting with a multi-token prediction layer, which the files of Qwen3.5, Qwen3-Next and later models contain.
 
 Position t pairs the verifier's hidden state at t, after its final norm, with the token at t + 1:
 
@@ -6,9 +6,9 @@ Position t pairs the verifier's hidden state at t, after its final norm, with th
     out_t = norm(layer(x_t))                         one decoder layer of the verifier's full attention, at position t
     unembed(out_t)                                   logits of the token at t + 2
 
-Embedding and vocabulary table are the verifier's. While drafting, out_t takes the place of the hidden state at t + 1. As
-with EAGLE-3, the context after a commit is as long as the verifier's cache, and the output at its last position gives the
-first drafted token.
+Embedding and vocabulary table are the verifier's. While drafting, out_t replaces the hidden state at t + 1. As with
+EAGLE-3, the context after a commit is as long as the verifier's cache, and the output at its last position gives the first
+drafted token.
 
 Shape suffixes: b batch, t positions, w lanes, x keys that a lane may see, j d (one tapped layer), d model, v vocabulary.
 
@@ -32,12 +32,12 @@ from treeflash_jax.trees import Expander
 
 @dataclass(frozen=True, kw_only=True)
 class MtpDrafter(LaneDrafter):
-    """A layer of multi-token prediction.
+    """A drafter with a multi-token prediction layer.
 
     Attributes:
       layers: sizes of that layer; `vocab_size` is the verifier's.
-      taps: the verifier's last layer; () before `fitted`.
-      draft_vocab_size: number of tokens that it drafts, listed by the weight `offsets`; 0: all.
+      taps: index of the verifier's last layer; () before `fitted`.
+      draft_vocab_size: number of tokens that it drafts, listed by the weight `offsets`; 0: the whole vocabulary.
     """
 
     kind: ClassVar[str] = "mtp"
@@ -45,15 +45,15 @@ class MtpDrafter(LaneDrafter):
     keeps_weights: ClassVar[bool] = True
 
     taps: tuple[int, ...] = ()
-    # A level reads about a sixth of the verifier's weights, mostly the vocabulary table. If every level were accepted like
-    # DeepSeek-V3's first (0.85), six levels would pay; deeper levels are accepted less, since the layer was trained for one
-    # token ahead. More lanes read the same weights, except for a mixture's experts.
+    # A level reads about a sixth of the verifier's weights, mostly the vocabulary table. Six levels would pay if every
+    # level were accepted as often as DeepSeek-V3's first (0.85). Deeper levels are accepted less often, since the layer was
+    # trained to predict one token ahead. More lanes read the same weights, except for the experts of a mixture.
     num_depths: int = 4
     lanes: int | None = 4
     draft_vocab_size: int = 0
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this drafter with its tapped layer. Raises ValueError if it was made for another verifier."""
+        """Returns this drafter with its tapped layer set. Raises ValueError if it was made for another verifier."""
         require_sizes(
             verifier,
             (),
@@ -66,7 +66,7 @@ class MtpDrafter(LaneDrafter):
         return replace(self, draft_vocab_size=draft_vocab_size)
 
     def specs(self) -> dict[str, Any]:
-        """Returns the specs of a model of one layer without tables, and of the layer's input."""
+        """Returns the specs of a one-layer model without tables, and of the layer's input."""
         width, model = self.layers.hidden_size, verifier.specs(self.layers)
         norm = layers.norm_spec(self.layers, width)
         fc = Spec((2 * width, width), ("embed", None), inputs=(0,), outputs=(1,), can_quantize=False)
@@ -95,14 +95,14 @@ class MtpDrafter(LaneDrafter):
 
 
 def layer_sizes(verifier: ModelConfig) -> ModelConfig:
-    """Returns the sizes of the layer in the files of a verifier."""
+    """Returns the sizes of the multi-token prediction layer in a verifier's files."""
     return replace(verifier, num_layers=1, layer_types=("full_attention",), dense_layers=())
 
 
 def layer_input(
     params: Params, tables: Params, config: MtpDrafter, tokens_bt: jax.Array, hidden_btd: jax.Array
 ) -> jax.Array:
-    """Returns the layer's input [b, t, d]: the following token's embedding and the hidden state, joined."""
+    """Returns the layer's input [b, t, d]: the next token's embedding joined with the hidden state."""
     embedded_btd = vocab.embed(tables["embed"], tokens_bt).astype(hidden_btd.dtype)
     parts = (
         layers.norm(config.layers, embedded_btd, params["embed_norm"]),
@@ -114,7 +114,7 @@ def layer_input(
 
 @dataclass(frozen=True)
 class MtpStep:
-    """The `Step` of the layer: a token per lane, each carrying the output of the level above."""
+    """The `Step` of the layer: runs it for a token in each lane. A lane carries the output of the level above."""
 
     config: MtpDrafter
     attention: str
@@ -128,7 +128,7 @@ class MtpStep:
         return self.offer(shared, out.hidden_btd, out.new)
 
     def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
-        """Returns the children below the layer's outputs."""
+        """Returns the children below outputs of the layer."""
         params, tables, _, temperature_b = shared
         table_vd = params.get("unembed", tables.get("unembed", tables["embed"]))
         offered = vocab.likeliest(table_vd, hidden_bwd, self.config.children, temperature_b, draft_ids(params))

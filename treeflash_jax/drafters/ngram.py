@@ -1,10 +1,10 @@
-"""n-gram drafting (prompt lookup): proposes continuations of earlier occurrences of the last tokens. There are no weights.
+"""n-gram drafting (prompt lookup): proposes continuations of earlier occurrences of the last tokens. It has no weights.
 
-A round searches the text for earlier occurrences of its last tokens, the longest first; their continuations form one tree,
-in which common prefixes share nodes. A token's probability grows with the number of occurrences that agree on it, with the
-length of their matches, and with how recent they are; some of it is reserved for tokens that never followed. A continuation
-that reaches the end of the text repeats from its first token. Without any match, the round verifies one token
-(`decoding.rounds`).
+Each round searches the text for earlier occurrences of its last tokens, the longest first. Their continuations form a tree
+in which common prefixes share nodes. The probability of a token grows with the number of occurrences that continue with it,
+with the length of their matches, and with how recent they are. Part of the probability is reserved for tokens that never
+followed. A continuation that reaches the end of the text repeats from its first token. If there is no match, the round
+verifies one token (`decoding.rounds`).
 
 `join` adds these continuations to the expander of another drafter.
 
@@ -26,15 +26,15 @@ from treeflash_jax.core import sharding
 from treeflash_jax.drafters.protocol import Drafter, Inputs, State
 from treeflash_jax.trees import Expander, pick
 
-LONGER = 4.0  # factor of a match's weight per token of length
-OLDER = 0.9  # factor per more recent match of at least this length
-UNSEEN = 0.25  # weight of all tokens that never followed; the longest, most recent match weighs 1
-HALF = 3.0  # length of a match at which n-grams count as much as the drafter that they join
+LONGER = 4.0  # factor of a match's weight for each token of its length
+OLDER = 0.9  # factor of a match's weight for each more recent match of at least its length
+UNSEEN = 0.25  # weight of all tokens that never followed, if the best match weighs 1
+HALF = 3.0  # length of a match at which n-grams count as much as the other drafter
 
 
 @struct.dataclass
 class NoState(State):
-    """The state of a drafter without memory: the text is an input of every round."""
+    """The state of a drafter without memory. The text is an input of every round."""
 
     def axes(self) -> Self:
         return self
@@ -51,8 +51,8 @@ class NgramDrafter(Drafter):
     """A drafter that looks up n-grams of the text. It fits every verifier.
 
     Attributes:
-      longest, shortest: lengths of a match, in tokens.
-      matches: number of matches that are followed: the longest, and of equally long matches the most recent.
+      longest, shortest: limits of the length of a match, in tokens.
+      matches: number of matches whose continuations are drafted; longer matches come first, then more recent ones.
     """
 
     kind: ClassVar[str] = "ngram"
@@ -105,7 +105,7 @@ class NgramDrafter(Drafter):
 
 @struct.dataclass
 class Continuations(Expander):
-    """Continuations of the matches of a round. The state marks the matches that agree with a lane's path.
+    """Continuations of the matches of a round. The state says which matches agree with a lane's path.
 
     Attributes:
       tokens_bmi: continuation of each match.
@@ -129,12 +129,12 @@ class Continuations(Expander):
 
     @jax.jit
     def children(self, depth: jax.Array, agrees_bwm: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns distinct next tokens of the matches that agree, by the sum of their weights."""
+        """Returns distinct next tokens of the matches that agree with the path, ordered by the sum of their weights."""
         token_bm = self.tokens_bmi[:, :, depth]
         same_bmm = token_bm[:, :, None] == token_bm[:, None]
         log_weight_bwm = jnp.where(agrees_bwm, self.log_weight_bm[:, None], -jnp.inf)
         top_bw1 = jnp.maximum(jnp.max(log_weight_bwm, axis=-1, keepdims=True), self.unseen_b[:, None, None])
-        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # relative to the largest, so that not all underflow
+        weight_bwm = jnp.exp(log_weight_bwm - top_bw1)  # relative to the largest weight, so that not all underflow
         together_bwm = jnp.einsum("bmn,bwn->bwm", same_bmm.astype(weight_bwm.dtype), weight_bwm)
         earlier_mm = jnp.tri(token_bm.shape[1], k=-1, dtype=bool)
         is_again_bwm = jnp.any((same_bmm & earlier_mm)[:, None] & agrees_bwm[:, :, None], axis=-1)
@@ -148,21 +148,22 @@ class Continuations(Expander):
         return self.agreeing(depth, agrees_bwm, token_bw[..., None])[..., 0, :]
 
     def agreeing(self, depth: jax.Array, agrees_bwm: jax.Array, tokens_bwx: jax.Array) -> jax.Array:
-        """Returns the matches that agree with the path and a token after it, [b, w, x, m]."""
+        """Returns whether each match agrees with the path and a token after it, [b, w, x, m]."""
         after_bm = self.tokens_bmi[:, :, depth]
         return agrees_bwm[..., None, :] & (tokens_bwx[..., None] == after_bm[:, None, None])
 
 
 @struct.dataclass
 class JoinedExpander(Expander):
-    """Another drafter's expander joined with n-grams. The state is a pair, one state for each.
+    """Another drafter's expander joined with n-grams. The state is a pair: the drafter's state, and the n-grams'.
 
-    A token's probability is (1 - s) p + s q, with p from the drafter and q from the n-grams. The share
-    s = l^2 / (l^2 + HALF^2) grows with l, the length of the longest match that agrees with the path, path included; 0
-    without a match. HALF and the exponent were fitted to answers of SmolLM2 to training prompts.
+    A token's probability is (1 - s) p + s q, where p is the drafter's probability and q is the n-grams'. The share
+    s = l^2 / (l^2 + HALF^2) grows with l, the length of the longest match that agrees with the path. The path counts as
+    part of this length; l is 0 without a match. HALF and the exponent were fitted to answers of SmolLM2 to training
+    prompts.
 
     Attributes:
-      drafter: the other expander, which is followed below tokens of n-grams too.
+      drafter: the other drafter's expander, which is also followed below tokens of n-grams.
     """
 
     drafter: Expander
@@ -207,7 +208,7 @@ class JoinedExpander(Expander):
 
 
 def join(drafter: Expander, inputs: Inputs, matches: int) -> Expander:
-    """Joins another drafter's expander with up to `matches` n-grams; returns it unchanged for 0."""
+    """Joins another drafter's expander with up to `matches` n-grams. Returns it unchanged if `matches` is 0."""
     if not matches:
         return drafter
     ngrams = NgramDrafter(shortest=1, matches=matches)
@@ -215,9 +216,10 @@ def join(drafter: Expander, inputs: Inputs, matches: int) -> Expander:
 
 
 def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> jax.Array:
-    """Returns the number of the text's last tokens (at most `longest`) that directly precede each position, int32 [b, s].
+    """Returns the length of the match before each position, int32 [b, s].
 
-    0 outside the text, and at its end.
+    This is the number of the text's last tokens, at most `longest`, that also directly precede the position. It is 0
+    outside the text, and at its end.
     """
     at_s = jnp.arange(tokens_bs.shape[1])
     matched_bs = jnp.zeros(tokens_bs.shape, jnp.int32)

@@ -21,7 +21,7 @@ from treeflash_jax.trees import Expander
 
 @struct.dataclass
 class State(ABC):
-    """A drafter's memory between rounds, a pytree of arrays whose first axis is the batch. Other modules do not read it."""
+    """A drafter's memory between rounds: a pytree of arrays whose first axis is the batch. No other module reads it."""
 
     @abstractmethod
     def axes(self) -> Self:
@@ -33,16 +33,16 @@ class State(ABC):
 
     @abstractmethod
     def cut(self, length_b: jax.Array) -> Self:
-        """Returns the state after only the first `length_b` positions; `extend` then adds others."""
+        """Returns the state after only the first `length_b` positions. `extend` then adds further positions."""
 
 
 @struct.dataclass
 class ContextState(State):
-    """State of a drafter with a cache. Inputs of the next draft are None if the drafter reads none.
+    """State of a drafter with a cache. An input of the next draft is None if the drafter does not read it.
 
     Attributes:
-      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, or of the final norm of a language model
-        or a layer of multi-token prediction.
+      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, or the output of the final norm in a
+        language model or a multi-token prediction layer.
     """
 
     context: Cache
@@ -68,11 +68,11 @@ class Inputs:
       state: the drafter's state.
       anchor_b: the last committed token of each sequence.
       temperature_b: temperature of the draft distribution, above 0.
-      depths: the deepest level that the round's tree can have, from 1 to the drafter's; static.
-      tokens_bs: the text so far, the anchor last; slots past its end hold garbage.
+      depths: deepest level of the round's tree, from 1 to the drafter's `num_depths`; static.
+      tokens_bs: the text so far, with the anchor last; slots past its end hold garbage.
       length_b: number of tokens of the text.
-      attention: attention implementation, a name in `attention.IMPLEMENTATIONS`; static.
-      cache: the verifier's cache of the text without the anchor, to be read only.
+      attention: name of the attention implementation in `attention.IMPLEMENTATIONS`; static.
+      cache: the verifier's cache of the text without the anchor; read only.
     """
 
     params: Params
@@ -89,34 +89,36 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter(ABC):
-    """A drafter: its sizes, and the functions that draft. Programs are compiled for it, so it is immutable and hashable.
+    """A drafter: sizes, and functions that draft. It must be immutable and hashable, because programs are compiled for it.
 
-    A new drafter is a subclass in a file of its own. A file dialect reads and writes it (`formats.dialects`, one line in
-    DIALECTS), a stage trains it (`train/stages/drafting.py`); tests/test_extending_drafter.py has all three.
+    To add a drafter, write a subclass in a new file, a file dialect that reads and writes it (`formats.dialects`, with a
+    line in DIALECTS) and a stage that trains it (`train/stages/drafting.py`). tests/test_extending_drafter.py has all
+    three.
 
     A subclass also has two attributes, as fields, properties or class attributes:
-      num_depths: the deepest level that it can draft.
-      taps: 0-based verifier layers whose output (residual stream) it reads, in the order it reads them.
+      num_depths: deepest level that it can draft.
+      taps: 0-based indices of the verifier layers whose output (residual stream) it reads, in the order in which it reads
+        them.
 
     Attributes:
       kind: name for messages and records.
       dialect: name of the file dialect in which it is saved by default.
-      settings: names of fields of GenerateConfig that it takes (`configured`), which are attributes of the drafter too.
-        Other settings of drafters are refused with it.
-      reads_tokens: whether `extend` reads tokens. The token of a position is known one step after its features.
-      reads_prompt: whether `extend` receives the prompt's tokens from the first one, without features (None), as the
+      settings: names of the GenerateConfig fields that it takes (`configured`). The drafter has attributes of the same
+        names. Other settings of drafters are rejected with it.
+      reads_tokens: whether `extend` reads tokens. The token that follows a position is known one step after its features.
+      reads_prompt: whether `extend` receives the prompt's tokens from the first token on, without features (None), as the
         verifier does. Tokens after the prompt are passed as to any other drafter.
-      may_offer_nothing: whether trees are often the root alone. A round verifies only the roots if all are.
-      has_tokenizer: whether its folder has a tokenizer, which must equal the verifier's.
-      keeps_weights: whether it computes with weights of quantised files as they are (`models.quantized`).
-      thinking: whether it was trained on answers with thinking; None: its files do not state it; "either": on both.
-      max_positions: longest text that it was made for; None: any.
-      lanes: default number of nodes per level that best-first search follows; None: all of them.
+      may_offer_nothing: whether trees often have only a root. If all trees of a round do, it verifies only the roots.
+      has_tokenizer: whether its folder contains a tokenizer, which must equal the verifier's.
+      keeps_weights: whether it can compute with the weights of quantised files as they are (`models.quantized`).
+      thinking: whether it was trained on answers with thinking; "either": on answers with and without; None: unknown.
+      max_positions: length of the longest text that it was made for; None: no limit.
+      lanes: default number of nodes per level that best-first search expands; None: all nodes.
       num_nodes: default number of verified nodes, root included.
       drafter_temperature: default temperature of the draft distribution.
       head_dims: sizes of its attention heads; () without attention.
-      tau: mean tokens per round of a CPU's default tree (8 nodes, joined with n-grams), greedy, on typical prompts. CPUs
-        use it to decide whether to draft by default; None: not known.
+      tau: mean tokens per round with a CPU's default tree (8 nodes, joined with n-grams), greedy, on typical prompts. CPUs
+        decide with it whether to draft by default; None: unknown.
     """
 
     kind: ClassVar[str]
@@ -147,7 +149,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def specs(self) -> Any:
-        """Returns a tree with one `parameters.Spec` per weight."""
+        """Returns a tree with a `parameters.Spec` for each weight."""
 
     @abstractmethod
     def init(self, batch: int, capacity: int, dtype: DTypeLike) -> State:
@@ -172,7 +174,7 @@ class Drafter(ABC):
           features_btj: verifier features at the positions that follow those of the state.
           tokens_bt: the token that follows each of these positions.
           count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.
-          attention: attention implementation; ignored without a network.
+          attention: name of the attention implementation; ignored by drafters without a network.
         """
 
     @abstractmethod
@@ -180,40 +182,41 @@ class Drafter(ABC):
         """Returns the continuations of every sequence: a `TransitionTable`, a `LaneExpander` or another `Expander`."""
 
     def configured(self, **settings: Any) -> Self:
-        """Returns the drafter with settings of a call or a device as its fields.
+        """Returns the drafter with settings of a call or a device stored in its fields.
 
-        Weights and states are those of the drafter without these settings.
+        Weights and states do not depend on these settings.
 
         Args:
-          settings: values by name, some of `Drafter.settings`; never None. The default sets fields of these names.
+          settings: values by name, for some of `Drafter.settings`; never None. By default, stores them in fields of these
+            names.
 
         Raises ValueError for a value that this drafter does not support.
         """
         return replace(self, **settings)
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this drafter, completed by sizes of the verifier. Raises ValueError if it was made for another one."""
+        """Returns this drafter with sizes of the verifier filled in. Raises ValueError if it was made for another one."""
         return self
 
     def limited(self, draft_vocab_size: int) -> Self:
-        """Returns this drafter with a draft vocabulary of this size. Raises ValueError if this kind takes none."""
+        """Returns this drafter with a draft vocabulary of this size. Raises ValueError if its kind supports none."""
         expected = "a block drafter, a language model or a layer of multi-token prediction"
         raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected {expected}")
 
 
 def require_fit(is_met: bool, problem: str, advice: str = "load the drafter that was trained for this verifier") -> None:
-    """Raises ValueError with the problem unless a drafter fits the verifier."""
+    """Raises ValueError with the problem and the advice unless a drafter fits the verifier."""
     if not is_met:
         raise ValueError(f"drafter does not fit the verifier: {problem}; {advice}")
 
 
 def at_last(x_btd: jax.Array, count_b: jax.Array) -> jax.Array:
-    """Returns the entries at the last of the first `count_b` positions, [b, 1, d]; at the first one if there is none."""
+    """Returns the entries at position `count_b` - 1, [b, 1, d]; at the first position if `count_b` is 0."""
     return jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
 
 
 def require_sizes(verifier: ModelConfig, taps: Sequence[int], **sizes: tuple[Any, Any]) -> None:
-    """Raises ValueError unless the verifier has all tapped layers, and every pair of sizes (drafter, verifier) is equal."""
+    """Raises ValueError unless the verifier has all tapped layers and both values (drafter, verifier) of a size agree."""
     for name, (got, expected) in sizes.items():
         problem = f"{name.replace('_', ' ')} is {got} in the drafter and {expected} in the verifier"
         require_fit(got == expected, problem)
@@ -223,13 +226,13 @@ def require_sizes(verifier: ModelConfig, taps: Sequence[int], **sizes: tuple[Any
 
 
 def draft_ids(params: Mapping[str, Any]) -> jax.Array | None:
-    """Returns the verifier's ids of a draft vocabulary; None if it is the verifier's vocabulary."""
+    """Returns the verifier's ids of the draft vocabulary; None if this is the whole vocabulary of the verifier."""
     offsets_z = params.get("offsets")
     return None if offsets_z is None else jnp.arange(offsets_z.size, dtype=jnp.int32) + offsets_z
 
 
 def listed_specs(draft_vocab_size: int, width: int) -> dict[str, Any]:
-    """Returns the weights of a draft vocabulary: its part of a vocabulary table, and offsets of its ids; {} without one."""
+    """Returns the specs of a draft vocabulary: its vocabulary table, and offsets of its ids; {} for size 0."""
     if not draft_vocab_size:
         return {}
     offsets = Spec((draft_vocab_size,), (None,), "zeros", dtype=jnp.int32)

@@ -1,7 +1,7 @@
 """Steering of a small language model by the verifier's hidden states (SD squared).
 
-The hidden states at the last position that the verifier read shift every layer of the small model in the next draft: a
-vector per layer is added inside its feed-forward part, down(silu(gate x) * (up x + shift)).
+The hidden states at the last position that the verifier read give shifts for the next draft: each layer of the small model
+adds a vector inside its feed-forward part, down(silu(gate x) * (up x + shift)).
 
     s = [low; mid; high]             outputs of three layers of the verifier
     g = mix s + mix_bias
@@ -26,7 +26,7 @@ from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.layers import layer_norm
 from treeflash_jax.models.quantized import product
 
-EPS = 1e-5  # of the LayerNorm
+EPS = 1e-5  # epsilon of the LayerNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Steering:
     """The verifier that steers a small model.
 
     Attributes:
-      taps: 0-based layers whose outputs are read: low, mid, high.
-      width: its hidden size.
+      taps: 0-based indices of the layers whose outputs are read: low, mid, high.
+      width: hidden size of the verifier.
     """
 
     taps: tuple[int, ...]
@@ -47,7 +47,7 @@ class SteeredState(ContextState):
     """State of a steered model. Cached positions keep the shifts that they were computed with.
 
     Attributes:
-      shifts: shift of each layer for the positions of the next draft, [b, 1, f].
+      shifts: shift of each layer, [b, 1, f], for the positions of the next draft.
     """
 
     shifts: tuple[jax.Array, ...] = ()
@@ -57,12 +57,12 @@ class SteeredState(ContextState):
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Returns the published layers of a verifier (2, 15 and 28 of 32), or ends and middle of one with fewer than 12."""
+    """Returns the published layers of a verifier (2, 15 and 28 of 32); with fewer than 12 layers, its ends and middle."""
     return (2, num_layers // 2 - 1, num_layers - 4) if num_layers >= 12 else (0, num_layers // 2, num_layers - 1)
 
 
 def specs(config: Steering, layers: ModelConfig) -> dict[str, Any]:
-    """Returns the specs of the weights for a small model of these sizes; fresh weights give shifts of zero."""
+    """Returns the specs of the weights that steer a small model of these sizes. Fresh weights give shifts of zero."""
     d = config.width
     shift = Spec((layers.intermediate_size, d), ("ffn", "embed"), "zeros", inputs=(1,), outputs=(0,))
     return {

@@ -4,13 +4,14 @@ DFlash2's layers also have convolutions over the slots of the block, before and 
 
     conv(x)_t = sum over taps a in (0, 1) of (base[side, a] + delta_t[side, a, group]) x_{t - a},   0 before slot 0
 
-The deltas of both sides come from the normed input of attention or feed-forward part, one for each group of channels.
+The deltas of both sides are computed from the normed input of attention or feed-forward part, one per group of channels.
 
 Shape suffixes: b batch, t positions, j tapped layers x model, d model, y sides (before, after), a taps, g groups of
 channels. `sizes` is the config of the layers.
 
-Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeFlash head (arXiv 2606.03819). DFlash2:
-NeMo AutoModel.
+Source: DFlash (arXiv 2602.06036) section 4. The TreeFlash head (arXiv 2606.03819) is on the same backbone. For DFlash2,
+  NeMo
+AutoModel.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,7 +34,7 @@ def specs(sizes: ModelConfig, num_taps: int, conv_group: int = 0) -> dict[str, A
     """Returns the specs of a backbone that reads `num_taps` layers of the verifier.
 
     Args:
-      conv_group: channels per group of the convolutions; 0: no convolutions.
+      conv_group: number of channels per group of the convolutions; 0: no convolutions.
     """
     d = sizes.hidden_size
     layer = layers.layer_specs(sizes)
@@ -70,12 +71,12 @@ def through_layers(
     context: Iterable[Any],
     attend: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Runs block slots through all layers, [b, t, d], before the final norm.
+    """Runs block slots through all layers. Returns [b, t, d], before the final norm.
 
     Args:
-      x_btd: embeddings of the slots, of one block or of several.
-      context: per layer, the context passed to `attend`.
-      attend: (queries, keys, values, context of the layer) -> mixed values [b, t, h, e].
+      x_btd: embeddings of the slots of one or several blocks.
+      context: for each layer, the context that `attend` gets.
+      attend: function of queries, keys, values and the layer's context; returns mixed values [b, t, h, e].
     """
     table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
 
@@ -96,7 +97,7 @@ def through_layers(
 
 
 def convolved(weights: Params, name: str, x_btd: jax.Array, run: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Returns conv(run(conv(x))) with the convolutions of attention or feed-forward part; run(x) in layers without."""
+    """Returns conv(run(conv(x))) with the convolutions of attention or feed-forward part; run(x) if a layer has none."""
     if f"{name}_conv" not in weights:
         return run(x_btd)
     delta_btyag = quantized.product("btd,yagd->btyag", x_btd, weights[f"{name}_conv_delta"])

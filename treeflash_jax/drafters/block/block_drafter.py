@@ -1,12 +1,12 @@
-"""DFlash block drafters with or without a head on top: marginal trees (DDTree), TreeFlash, and heads of other kinds.
+"""DFlash block drafters, with or without a head on top: marginal trees (DDTree), TreeFlash, and other heads.
 
-backbone.py has the network; a head (heads/) turns a block into a transition table or runs once per level.
+The network is in backbone.py. A head (heads/) turns a block into a transition table, or runs once per level.
 
-A draft is one pass over the block [anchor, mask, ..., mask] against the verifier's features. The cache holds the context
-only: keys and values of fused features at positions 0 .. length - 1, written once. Block slots see the whole context and
-each other, and are dropped after the pass. Slot i of the block predicts the token at position start + i, where start is the
-anchor's position, so the anchor's slot predicts nothing. In a shifted block slot i predicts the token at start + 1 + i, so
-every slot predicts one.
+A draft is one pass over the block [anchor, mask, ..., mask] against the verifier's features. The cache holds only the
+context: keys and values of fused features at positions 0 .. length - 1, written once. Block slots see the whole context and
+each other, and are dropped after the pass. If start is the anchor's position, slot i of the block predicts the token at
+start + i, so the anchor's slot predicts nothing. In a shifted block, slot i predicts the token at start + 1 + i, so every
+slot predicts a token.
 
 Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (anchor included), i draft depth, d model.
 
@@ -30,7 +30,7 @@ from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig, Rope
 from treeflash_jax.trees import Expander
 
-MAX_LINKS = 2**26  # per level: a table compares every child with every candidate below it
+MAX_LINKS = 2**26  # most pairs per level: a table compares every child with every candidate below it
 VOCABULARIES = FREQUENT, ALL = "frequent", "all"
 
 
@@ -40,32 +40,32 @@ class BlockDrafter(Drafter):
 
     Attributes:
       layers: sizes of the drafter's decoder layers.
-      block_size: length of the drafted block, anchor included; draft depths run 1 .. block_size - 1, or
-        1 .. block_size if shifted.
+      block_size: length of the drafted block, anchor included. Draft depths are 1 .. block_size - 1; 1 .. block_size if
+        shifted.
       mask_token_id: the token that fills the block's open slots.
-      taps: 0-based verifier layers whose output (residual stream) it reads, in file order.
-      num_target_layers: number of layers of the verifier that it was trained for; None: its files do not state it.
+      taps: 0-based indices of the verifier layers whose output (residual stream) it reads, in file order.
+      num_target_layers: number of layers of the verifier that it was trained for; None: unknown.
       shifted: whether a slot predicts the token that follows its position (`shift_label`, `sample_from_anchor`).
-      causal_layers: layers in which block slots see no later slots.
-      sliding_layers: layers in which block slots see a window of the context.
-      window: a slot at position p sees context positions above p - window; 0 without sliding layers.
-      shared_window: whether all slots see the window of `window` positions before the anchor instead.
-      embedding_factor: factor of token embeddings, the verifier's (`fitted`).
-      scales_embeddings: whether it was trained with that factor; else it has none.
-      logit_cap: bound of logits, as in `ModelConfig`; 0: none.
-      conv_group: channels per group of the layers' convolutions (DFlash2); 0: none.
-      head: name in `heads.HEADS`; it determines how a drafted token depends on those before it.
-      head_rank: rank of a low-rank head; 256 in published files, and at most the drafter's width.
+      causal_layers: indices of the layers in which a block slot sees no later slots.
+      sliding_layers: indices of the layers in which block slots see a window of the context.
+      window: size of this window: a slot at position p sees context positions above p - window; 0: no sliding layers.
+      shared_window: whether all slots see the same window instead: the `window` positions before the anchor.
+      embedding_factor: the verifier's factor of token embeddings, set by `fitted`.
+      scales_embeddings: whether it was trained with that factor; if not, it uses none.
+      logit_cap: bound of logits, as in `ModelConfig`; 0: no bound.
+      conv_group: number of channels per group of the layers' convolutions (DFlash2); 0: no convolutions.
+      head: name in `heads.HEADS` of the head, which says how a drafted token depends on the tokens before it.
+      head_rank: rank of a low-rank head, at most the drafter's width; 256 in published files.
       head_sizes: further sizes of the head, as its file defines; None: the default sizes.
-      draft_vocab_size: number of the verifier's tokens that it drafts, listed by the weight `offsets`; 0: all.
-      owns_vocabulary: whether its files list these tokens, and their tables have vectors of these alone.
+      draft_vocab_size: number of tokens that it drafts, listed by the weight `offsets`; 0: the verifier's whole vocabulary.
+      owns_vocabulary: whether its files list these tokens and their tables have vectors of these tokens only.
       candidates: number of previous tokens kept per depth (M).
       children: number of likeliest next tokens kept after each of them (K).
-      shortlist: number of likeliest marginal tokens per depth; the second stage of a conditional head scores the
-        tokens of all depths together. 0: the whole vocabulary.
+      shortlist: number of likeliest marginal tokens per depth. The second stage of a conditional head scores these tokens
+        of all depths together. 0: it scores the whole vocabulary.
       ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram.join`).
-      verifier: name of the verifier that it was trained for, and its classes in transformers; () if not stated.
-      thinking: whether it was trained on answers with thinking; None: its files do not state it.
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if unknown.
+      thinking: whether it was trained on answers with thinking; None: unknown.
     """
 
     kind: ClassVar[str] = "block"
@@ -85,7 +85,7 @@ class BlockDrafter(Drafter):
     window: int = 0
     shared_window: bool = False
     embedding_factor: float = 1.0
-    scales_embeddings: bool = field(default=True, compare=False)  # seen in `embedding_factor`
+    scales_embeddings: bool = field(default=True, compare=False)  # `embedding_factor` depends on it
     logit_cap: float = 0.0
     conv_group: int = 0
     head: str = MARGINAL
@@ -128,12 +128,12 @@ class BlockDrafter(Drafter):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Names of the fields in which its network differs from DFlash's."""
+        """Names of the fields in which the network differs from DFlash's."""
         names = "shifted causal_layers sliding_layers conv_group owns_vocabulary".split()
         return tuple(name for name in names if getattr(self, name))
 
     def fitted(self, verifier: ModelConfig) -> Self:
-        """Returns this drafter with the verifier's factor of embeddings. Raises ValueError if it was made for another."""
+        """Returns this drafter with the verifier's embedding factor. Raises ValueError if it does not fit the verifier."""
         num_layers = self.num_target_layers or verifier.num_layers
         protocol.require_sizes(
             verifier,
@@ -152,7 +152,10 @@ class BlockDrafter(Drafter):
         return replace(self, draft_vocab_size=draft_vocab_size)
 
     def configured(self, *, draft_vocabulary: str | None = None, **settings: Any) -> Self:
-        """Returns the drafter with these settings. Raises ValueError for another head, a longer block, too many tokens."""
+        """Returns the drafter with these settings.
+
+        Raises ValueError for another head, a longer block, or too many tokens.
+        """
         has_list, heads = self.draft_vocab_size > 0, (MARGINAL, self.head)
         is_listed = draft_vocabulary != ALL or not self.owns_vocabulary
         expect(is_listed, "draft_vocabulary", draft_vocabulary, "frequent: its files have vectors of no other tokens")
@@ -188,7 +191,7 @@ class BlockDrafter(Drafter):
     def extend(
         self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
     ) -> ContextState:
-        """Adds verifier features of the next committed positions to the context; keeps the last fused feature if read."""
+        """Adds features of new committed positions to the context. Keeps the last fused feature if a head reads it."""
         positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
         new = backbone.context_kv(params["backbone"], self.layers, features_btj, positions_bt)
         hidden_bd = state.hidden_bd
@@ -198,7 +201,7 @@ class BlockDrafter(Drafter):
         return ContextState(caches.commit(state.context, new, count_b), hidden_bd)
 
     def draft(self, inputs: Inputs) -> Expander:
-        """Returns next-token distributions at every depth, given the tokens before; with `ngrams`, joined with n-grams."""
+        """Returns next-token distributions at every depth, given the tokens before. `ngrams` above 0 adds n-grams."""
         hidden_bid = self.draft_block(inputs)[:, self.first_slot :]
         embed_vd, norm = inputs.verifier_params["embed"], inputs.params["backbone"]["norm"]
         unembed = Unembed(embed_vd, inputs.verifier_params.get("unembed", embed_vd), norm, self.layers.rms_norm_eps)
@@ -242,7 +245,7 @@ class BlockDrafter(Drafter):
 def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
     """Returns layers for a new drafter: dense layers of Qwen3 or Llama with the verifier's widths and rotary base, no YaRN.
 
-    The published PyTorch drafters have Qwen3's dense layers, so a drafter for any other model has them too.
+    They are Qwen3's for every verifier but Llama, because the published PyTorch drafters have Qwen3's dense layers.
     """
     sizes = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim rms_norm_eps rope max_positions"
     sizes += " tie_embeddings eos_token_ids"
@@ -255,7 +258,7 @@ def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
 
 
 def default_target_layers(num_target_layers: int, num_features: int) -> tuple[int, ...]:
-    """Returns the tapped layers for configs that name none. Source: DFlash (arXiv 2602.06036) section 4."""
+    """Returns the tapped layers for configs that do not list them. Source: DFlash (arXiv 2602.06036) section 4."""
     if num_features == 1:
         return (num_target_layers // 2,)
     step = (num_target_layers - 4) / (num_features - 1)

@@ -1,6 +1,6 @@
-"""Heads of block drafters: they condition a drafted token on tokens before it (`block_head.Head`).
+"""Heads of block drafters: they make a drafted token depend on the tokens before it (`block_head.Head`).
 
-A head is one file with one line in HEADS; README.md in `drafters` has examples.
+To add a head, write a file and add a line to HEADS; README.md in `drafters` has examples.
 """
 
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
@@ -12,7 +12,7 @@ from treeflash_jax.drafters.block.heads.marginal import MarginalHead
 from treeflash_jax.drafters.block.heads.mlp import MlpHead
 from treeflash_jax.drafters.block.heads.selector_head import SelectorHead
 
-MARGINAL = "marginal"  # has no weights: every block drafter can draft with it
+MARGINAL = "marginal"  # every block drafter can draft with it, because it has no weights
 HEADS: dict[str, Head] = {
     MARGINAL: MarginalHead(),
     "mlp": MlpHead(),

@@ -1,4 +1,4 @@
-"""The protocol of a head, and what heads read.
+"""The protocol of a head, and the inputs of heads.
 
 Shape suffixes: b batch, i draft depth, m contexts (a slot and the token before it), d model, v vocabulary, k likeliest
 tokens, z listed tokens.
@@ -21,11 +21,11 @@ from treeflash_jax.trees import Expander, TransitionTable
 
 @struct.dataclass
 class Unembed:
-    """The verifier's tables and the drafter's final norm, for heads.
+    """The verifier's tables and the drafter's final norm, as heads use them.
 
     Attributes:
-      unembed_vd: vocabulary table of the verifier or of a draft vocabulary.
-      ids_v: the verifier's ids of a draft vocabulary; None: the table is the verifier's.
+      unembed_vd: vocabulary table, of the verifier or of a draft vocabulary.
+      ids_v: the verifier's ids of a draft vocabulary; None: the table has the verifier's vocabulary.
       logit_cap: bound of logits, as in `ModelConfig`.
       embedding_factor: factor of token embeddings, as in `BlockDrafter`.
     """
@@ -60,10 +60,10 @@ class Unembed:
 
 @struct.dataclass
 class Block:
-    """A block after the backbone.
+    """A block's state after the backbone.
 
     Attributes:
-      hidden_bid: hidden states, before the final norm, of the slots that predict each depth.
+      hidden_bid: hidden states of the slots that predict each depth, before the final norm.
       anchor_b: the last committed token.
       temperature_b: temperature of the draft, above 0.
       context_bd: fused features of the position before the anchor; None unless the head `reads_context`.
@@ -76,15 +76,15 @@ class Block:
 
 
 class Head(ABC):
-    """A head of block drafters: it conditions a drafted token on tokens before it.
+    """A head of block drafters. It makes a drafted token depend on the tokens before it.
 
     Attributes:
-      file_name: `ar_approximation` in a TreeFlash drafter's config.json; None: no head.
+      file_name: value of `ar_approximation` in a TreeFlash drafter's config.json; None: no such head.
       entries: location of each weight in a file, by name.
-      scored: names of tables with a vector for each drafted token; `expand` reads only the candidates' vectors.
-      lanes: default number of nodes per level that best-first search follows; None: all of them.
+      scored: names of tables with a vector for each drafted token; `expand` reads only the vectors of candidates.
+      lanes: default number of nodes per level that best-first search expands; None: all nodes.
       reads_context: whether it reads `Block.context_bd`.
-      trains_candidates: whether `logits` of tokens that are no candidates are -inf.
+      trains_candidates: whether `logits` gives -inf to tokens that are not candidates.
     """
 
     file_name: ClassVar[str | None]
@@ -100,12 +100,14 @@ class Head(ABC):
         return type(self).logits is not Head.logits
 
     def sizes(self, drafter: Any) -> Any:
-        """Returns `drafter.head_sizes`, or the default sizes: a frozen dataclass; None for a head without further sizes."""
+        """Returns `drafter.head_sizes` or the default sizes, a frozen dataclass; None for a head without further sizes."""
         return None
 
     @abstractmethod
     def specs(self, drafter: Any) -> dict[str, Any]:
-        """Returns one `parameters.Spec` per weight. A fresh head that is trained should draft from the block's marginals.
+        """Returns a `parameters.Spec` for each weight.
+
+        If a head is to be trained, its fresh weights should draft from the block's marginals.
 
         Args:
           drafter: the `BlockDrafter` that the head is part of.
@@ -113,10 +115,10 @@ class Head(ABC):
 
     @abstractmethod
     def expand(self, params: Params, unembed: Unembed, block: Block, drafter: Any) -> Expander:
-        """Returns the continuations that trees are built from: a `TransitionTable`, or a network that runs once per level.
+        """Returns the continuations from which trees are built: a `TransitionTable`, or a network that runs once per level.
 
         Args:
-          drafter: `BlockDrafter` with the numbers of candidates and children.
+          drafter: the `BlockDrafter`, which has the numbers of candidates and children.
         """
 
     def logits(
@@ -124,7 +126,7 @@ class Head(ABC):
     ) -> jax.Array:
         """Returns next-token logits [b, m, v] of block slots, given the token before each; for training.
 
-        The contexts are the drafted slots of blocks, block after block, `drafter.num_depths` of each.
+        Contexts are the drafted slots, block after block, with `drafter.num_depths` slots in each block.
         """
         raise NotImplementedError
 
@@ -135,7 +137,7 @@ def head_rank(drafter: Any) -> int:
 
 
 def scored_size(drafter: Any) -> int:
-    """Returns the number of tokens in the tables of `Head.scored`."""
+    """Returns the number of tokens in the tables that `Head.scored` names."""
     return drafter.draft_vocab_size if drafter.owns_vocabulary else drafter.layers.vocab_size
 
 
@@ -145,7 +147,7 @@ def mass_elsewhere(marginal_biv: jax.Array, listed_biz: jax.Array, temperature_b
     Args:
       marginal_biv: logits.
       listed_biz: logits of the listed tokens, divided by the temperature; -inf for repeated tokens.
-      temperature_b: above 0.
+      temperature_b: temperature above 0.
     """
     scale_b11 = temperature_b[:, None, None].astype(listed_biz.dtype)
     whole_bi = vocab.log_sum_exp(marginal_biv.astype(listed_biz.dtype) / scale_b11)
@@ -154,11 +156,12 @@ def mass_elsewhere(marginal_biv: jax.Array, listed_biz: jax.Array, temperature_b
 
 
 def candidate_table(tokens_bix: jax.Array, log_probs_bimx: jax.Array, children: int) -> TransitionTable:
-    """Returns the table of transitions between candidates of adjacent depths, with up to `children` of each context.
+    """Returns the table of transitions between candidates of adjacent depths, with up to `children` for each context.
 
     Args:
       tokens_bix: candidates of every depth.
-      log_probs_bimx: their log-probabilities after the first m candidates of the depth before; at depth 0, the anchor.
+      log_probs_bimx: log-probabilities of the candidates after each of the first m candidates of the previous depth; at
+        depth 0, after the anchor.
     """
     depths, m, count = log_probs_bimx.shape[1:]
     values_bimc, at_bimc = selection.top_k(log_probs_bimx, min(children, count))

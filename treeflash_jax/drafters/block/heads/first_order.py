@@ -1,4 +1,4 @@
-"""The two-stage approximation shared by first-order heads: candidates from the marginals, then all transitions at once.
+"""The two-stage approximation of first-order heads: candidates from the marginals, then all transitions at once.
 
 Shape suffixes: b batch, i draft depth, q the slots that predict them, m previous tokens of a depth, x = 1 + (i - 1) m
 contexts of the second stage (slot, previous token), c children kept, d model, v vocabulary, y likeliest tokens of a
@@ -24,7 +24,7 @@ ByContext = Callable[[jax.Array], jax.Array]  # values of slots [b, q, ...] -> v
 
 
 class FirstOrderHead(Head):
-    """A head that corrects the hidden state of a slot, given the token before it."""
+    """A head that corrects the hidden state of a slot, given the previous token."""
 
     @abstractmethod
     def correct(
@@ -39,7 +39,7 @@ class FirstOrderHead(Head):
 
         Args:
           embedding_bxd: embeddings of the previous tokens.
-          by_context: maps values of slots [b, q, ...] to the values of each context's slot [b, x, ...].
+          by_context: function that maps values of slots [b, q, ...] to values for the slot of each context [b, x, ...].
           hidden_bqd: hidden states of the slots.
           normed_bqd: hidden states after the drafter's final norm.
         """
@@ -52,12 +52,14 @@ class FirstOrderHead(Head):
     def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
         """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
 
-        Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth; depth 0 has
-        only the anchor. Stage two: corrected hidden state, vocabulary, top K, for all 1 + (depths - 1) M contexts at once.
-        A child whose token is no candidate of its depth has no context to continue with and ends its branch.
+        Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth. Depth 0 has only
+          the
+        anchor. Stage two: corrected hidden states, logits and the K likeliest tokens, for all 1 + (depths - 1) M contexts
+        at once. If a child's token is not a candidate of its depth, it has no context to continue with, and its branch
+        ends.
 
-        With a shortlist, stage two reads the vocabulary table for the shortlisted tokens only, which saves the second pass
-        over it. A child off the list is never drafted: the output stays exact, but fewer tokens may be accepted.
+        With a shortlist, stage two reads only the shortlisted tokens of the vocabulary table instead of reading all of it
+        again. A token off the list is then never drafted. The output stays exact, but fewer tokens may be accepted.
         """
         hidden_bqd, temperature_b = block.hidden_bid, block.temperature_b
         batch, depths, _ = hidden_bqd.shape
@@ -79,7 +81,7 @@ class FirstOrderHead(Head):
             tokens_bxc, log_probs_bxc = unembed.likeliest(corrected_bxd, drafter.children, temperature_b)
 
         def table(values_bxc: jax.Array) -> jax.Array:
-            """Returns [b, i, m, c] from [b, x, c]; the single context of depth 0 is repeated m times."""
+            """Returns [b, i, m, c] from [b, x, c], with the single context of depth 0 repeated m times."""
             first = jnp.broadcast_to(values_bxc[:, :1], (batch, m, values_bxc.shape[2]))
             return jnp.concatenate([first, values_bxc[:, 1:]], axis=1).reshape(batch, depths, m, -1)
 
@@ -93,9 +95,9 @@ class FirstOrderHead(Head):
 def _shortlisted(
     unembed: Unembed, corrected_bxd, by_context: ByContext, marginal_biv, likely_biy, temperature_b, children: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `vocab.top_log_probs` in every context among the tokens that are likely at any depth, [b, x, c] each.
+    """Returns `vocab.top_log_probs` in every context, among the tokens that are likely at any depth, [b, x, c] each.
 
-    Before normalising, tokens off the list have their mass in the marginal of the depth.
+    For normalisation, tokens off the list get the mass that they have in the marginal of the depth.
     """
     batch = likely_biy.shape[0]
     tokens_bz = likely_biy.reshape(batch, -1)

@@ -2,8 +2,8 @@
 
     s_i = GRU(e(token before depth i), s_{i-1}), no biases;   logits_i = marginal_i + W silu(M [z_i; s_i])
 
-e is the verifier's embedding, z_i the final-normed hidden state of the slot. With W = 0 (how training starts) the head
-equals the marginal head.
+e is the verifier's embedding, z_i the slot's hidden state after the final norm. With W = 0, as at the start of training,
+the head equals the marginal head.
 
 Shape suffixes: as in path_head; y the gates r, z, n.
 
@@ -24,7 +24,7 @@ from treeflash_jax.models.quantized import product
 
 @dataclass(frozen=True)
 class GruSizes:
-    """Width of the GRU, and the number of first depths that draft from the marginals."""
+    """Width of the GRU, and the number of leading depths that draft from the marginals."""
 
     width: int
     prefix: int = 1

@@ -1,4 +1,4 @@
-"""The LiLiCorr head: attention over the candidates of all depths, then a score of every pair of adjacent candidates.
+"""The LiLiCorr head: attention over the candidates of all depths, then a score for every pair of adjacent candidates.
 
     x     = candidate: its embedding, hidden state of its slot, marginal log-probability, slot and rank
     x     = layers of attention among all candidates, with biases by distance of their slots
@@ -6,7 +6,7 @@
     f     = silu(W [x; a; x a]),   out, in = unit(W_out f), unit(W_in f)
     score = s <out of the candidate before, in of this candidate>;  at depth 0 s <unit(W_anchor a), in>
 
-The scores replace the marginals: the softmax of a row of scores is the draft distribution.
+The scores replace the marginals: the draft distribution is the softmax over the scores of a previous candidate.
 
 Shape suffixes: b batch, i draft depth, k candidates of a depth, t = i k candidates in order of depth, h width, a attention
 heads, e head dim, f factor width, c children kept.
@@ -29,7 +29,7 @@ from treeflash_jax.models.quantized import product
 from treeflash_jax.trees import TransitionTable
 
 FEATURES = 5
-LAYER_NORM_EPS = 1e-5  # of PyTorch, not in the config
+LAYER_NORM_EPS = 1e-5  # PyTorch's default; not in the config
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class LiLiCorrSizes:
     """Sizes of the head.
 
     Attributes:
-      width: width of the attention layers; embeddings are projected to it if it is not the drafter's.
+      width: width of the attention layers; embeddings are projected to it if the drafter's width differs.
       top_k: candidates per depth.
-      logit_scale: factor of the cosines.
-      vector_eps: smallest length that a vector is divided by.
+      logit_scale: factor s of the cosines.
+      vector_eps: smallest length by which a vector is divided.
     """
 
     width: int
@@ -53,7 +53,7 @@ class LiLiCorrSizes:
     logit_scale: float = 8.0
 
 
-MAPS = {  # linear maps with a bias, by their names in files
+MAPS = {  # linear maps with biases, by name in files
     "token": "token_proj", "hidden": "pass_hidden_proj", "feature_up": "feature_mlp.1", "feature_down": "feature_mlp.3",
     "context": "context_proj", "factor": "factor_input_proj", "out": "out_head", "into": "in_head",
     "anchor_out": "anchor_out_head", "mixed": "layers.{}.attn.out_proj", "up": "layers.{}.mlp.0",
@@ -82,7 +82,7 @@ class LiLiCorrHead(Head):
         return drafter.head_sizes or LiLiCorrSizes(drafter.layers.hidden_size)
 
     def specs(self, drafter) -> dict[str, Any]:
-        """Returns the specs; weights of the layers are stacked."""
+        """Returns the specs. The weights of all layers are stacked."""
         sizes, d, slots = self.sizes(drafter), drafter.layers.hidden_size, drafter.num_depths
         y, h, f = sizes.num_layers, sizes.width, sizes.factor_dim
         maps: dict[str, tuple[int, ...]] = {
@@ -119,7 +119,7 @@ class LiLiCorrHead(Head):
         return candidate_table(tokens_bik, log_probs_bikk[:, :, : drafter.candidates], drafter.children)
 
     def factors(self, params, unembed: Unembed, tokens_bik, log_probs_bik, normed_bid, block: Block, drafter) -> Any:
-        """Returns factors of unit length: out and in of every candidate, [b, i, k, f] each, and of the anchor, [b, f]."""
+        """Returns factors of unit length: out and in of every candidate, [b, i, k, f] each, and the anchor's, [b, f]."""
         sizes, eps = self.sizes(drafter), unembed.eps
         slots, num_candidates = tokens_bik.shape[1:]
 
@@ -153,7 +153,7 @@ class LiLiCorrHead(Head):
         return out_bikf, in_bikf, unit(through("anchor_out", anchor_bh))
 
     def features(self, params, through: Any, log_probs_bik: jax.Array) -> jax.Array:
-        """Returns the features of a candidate's marginal log-probability and rank, added to it, [b, i, k, h]."""
+        """Returns the features of each candidate's marginal log-probability and rank, [b, i, k, h], to be added to it."""
         rank_k = jnp.arange(log_probs_bik.shape[2])
         share_k = (rank_k / max(rank_k.size - 1, 1)).astype(log_probs_bik.dtype)
         ranks = (jnp.broadcast_to(x_k, log_probs_bik.shape) for x_k in (share_k, (rank_k == 0).astype(share_k.dtype)))
@@ -164,7 +164,7 @@ class LiLiCorrHead(Head):
 
 
 def attention(weights: dict[str, jax.Array], x_bth: jax.Array, bias_att: jax.Array, num_heads: int) -> jax.Array:
-    """Returns attention of all candidates to all, with a bias for each pair."""
+    """Returns attention of all candidates to all candidates, with a bias for each pair."""
     heads = product("bth,hx->btx", x_bth, weights["heads"]) + weights["heads_bias"]
     q_btae, k_btae, v_btae = (part.reshape(*x_bth.shape[:2], num_heads, -1) for part in jnp.split(heads, 3, axis=-1))
     mixed_btae = jax.nn.dot_product_attention(q_btae, k_btae, v_btae, bias_att, implementation="xla")

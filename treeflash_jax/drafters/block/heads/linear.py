@@ -1,4 +1,4 @@
-"""The paper's ablation of the TreeFlash head: one linear map instead of the SwiGLU.
+"""The linear head, the paper's ablation of the TreeFlash head: a linear map instead of the SwiGLU.
 
     h+ = h + W [RMSNorm(e); RMSNorm_final(h)]
 

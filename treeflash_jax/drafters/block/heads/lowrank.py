@@ -3,11 +3,11 @@
     logits(v | previous token a) = marginal(v) + <u, W2[v]>
 
     lowrank        u = W1[a]
-    lowrank-gated  u = W1[a] * sigmoid(Wg [z; W1[a]] + b), z the final-normed hidden state of the slot
+        lowrank-gated  u = W1[a] * sigmoid(Wg [z; W1[a]] + b), z the slot's hidden state after the final norm
     lowrank-rnn    u = tanh(o), state' = g * state + (1 - g) * tanh(c), [g; c; o] = Wj [state; W1[a]; z] + b, sigmoid of g
 
-Vectors of two tables are read instead of a second pass over the vocabulary: the candidates of a depth are the likeliest
-tokens of its marginal. With W2 = 0 (how training starts) the head equals the marginal head.
+The candidates of a depth are the likeliest tokens of its marginal. Only their vectors of two tables are read, not the whole
+vocabulary again. With W2 = 0, as at the start of training, the head equals the marginal head.
 
 Shape suffixes: b batch, i draft depth, m contexts (slot, previous token), x candidates of a depth, c children kept, d
 model, k rank, v vocabulary; `...` is any leading axes.
@@ -59,11 +59,11 @@ class LowRankHead(Head):
         return table_specs(drafter)
 
     def vectors(self, params: Params, before: jax.Array, normed: jax.Array) -> jax.Array:
-        """Returns u [..., k] from W1[a] [..., k] and the final-normed hidden states of the slots [..., d]."""
+        """Returns u [..., k] from W1[a] [..., k] and the slots' hidden states after the final norm [..., d]."""
         return before
 
     def count_listed(self, drafter: Any) -> int:
-        """Returns the number of likeliest marginal tokens of a depth that are scored."""
+        """Returns the number of tokens to score per depth, the likeliest of its marginal."""
         return max(drafter.candidates, drafter.children, drafter.shortlist)
 
     def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
@@ -75,7 +75,7 @@ class LowRankHead(Head):
     def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
         """Returns the transition table [b, i, m, c] of q(token | previous token).
 
-        Children come from the likeliest marginal tokens of their depth; tokens off that list keep their marginal mass.
+        Children are among the likeliest marginal tokens of their depth. Tokens off that list keep their marginal mass.
         """
         listed = self.count_listed(drafter)
         m, batch = min(drafter.candidates, listed), block.anchor_b.shape[0]
@@ -95,7 +95,7 @@ class LowRankHead(Head):
         change_bimx = jnp.einsum("bimk,bixk->bimx", before_bimk, after_bixk, preferred_element_type=dtype)
         scores_bimx = likely_bix[:, :, None] + change_bimx / scale_b[:, None, None, None]
         listed_bim = jax.nn.logsumexp(scores_bimx, axis=-1)
-        if self.trains_candidates:  # its scores compare candidates, which together keep their marginal mass
+        if self.trains_candidates:  # scores only compare candidates, so these keep their total marginal mass
             likely_bi = jax.nn.logsumexp(likely_bix, axis=-1)
             total_bim = listed_bim + (jnp.logaddexp(likely_bi, elsewhere_bi) - likely_bi)[..., None]
         else:

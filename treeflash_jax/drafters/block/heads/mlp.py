@@ -2,8 +2,8 @@
 
     h+ = h + W_d (silu(g) * u),   (u, g) = W_ug [RMSNorm(e); RMSNorm_final(h)] + b
 
-W_ug is kept as its token and hidden halves: the hidden half is computed once per slot, not once per context.
-With W_d = 0 (how training starts) the head equals the marginal head.
+W_ug is stored as two halves, for the token and for the hidden state: the latter is applied once per slot, not once per
+context. With W_d = 0, as at the start of training, the head equals the marginal head.
 
 Shape suffixes: b batch, q block slots, x contexts (slot, previous token), d model, f ffn, y = (u, g).
 
@@ -19,7 +19,7 @@ from treeflash_jax.drafters.block.heads.first_order import FirstOrderHead
 from treeflash_jax.models.layers import rms_norm
 from treeflash_jax.models.quantized import product
 
-NORM_EPS = 1e-6  # fixed in the published code, independent of the config
+NORM_EPS = 1e-6  # constant in the published code
 
 
 class MlpHead(FirstOrderHead):

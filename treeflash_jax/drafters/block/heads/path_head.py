@@ -1,11 +1,11 @@
-"""Heads with a state that follows the drafted path: a recurrent network over its tokens corrects the marginal logits.
+"""Heads with a state that follows the drafted path: a recurrent network over the path's tokens corrects marginal logits.
 
     u_i, state_i = step(state_{i-1}, token before depth i, slot of depth i)
     logits_i(v | path) = marginal_i(v) + <u_i, W[v]>
 
-Such a head runs once per level of a tree, on a few nodes of that level (`lanes`). A node's children are candidates, the
-likeliest tokens of its depth's marginal; log-probabilities are normalised over the candidates. The first `prefix` depths
-draft from the marginals, normalised over the vocabulary.
+Such a head runs once per level of a tree, for a few nodes of that level (`lanes`). The children of a node are candidates:
+the likeliest tokens of the marginal at their depth. Log-probabilities are normalised over the candidates. The first
+`prefix` depths draft from the marginals, normalised over the vocabulary.
 
 Shape suffixes: b batch, n blocks, i draft depth, m = n i contexts, w lanes, x candidates of a depth, d model, s state, k
 rank, v vocabulary; `...` is any leading axes.
@@ -30,17 +30,17 @@ from treeflash_jax.models.backend import selection
 
 
 class PathHead(Head):
-    """A head whose correction depends on all tokens of the path. `scored` names its one table W."""
+    """A head whose correction depends on all tokens of the path. `scored` names its only table, W."""
 
     lanes = 16
 
     def prefix(self, drafter: Any) -> int:
-        """Returns the number of first depths that draft from the marginals."""
+        """Returns the number of leading depths that draft from the marginals."""
         return 0
 
     @abstractmethod
     def state_size(self, drafter: Any) -> int:
-        """Returns the size of the state, which is 0 before the anchor."""
+        """Returns the size of the state. The state is 0 before the anchor."""
 
     @abstractmethod
     def step(
@@ -51,7 +51,7 @@ class PathHead(Head):
         Args:
           state: state after the previous depth.
           token: token before this depth, [...].
-          normed: final-normed hidden state of the slot that predicts this depth, broadcastable to [..., d].
+          normed: hidden state, after the final norm, of the slot that predicts this depth; can be broadcast to [..., d].
         """
 
     def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
@@ -95,13 +95,13 @@ class PathHead(Head):
         state_b1s = jnp.zeros((*anchor_b1.shape, self.state_size(drafter)), normed_bid.dtype)
         first = step.offer(shared, jnp.int32(0), state_b1s, anchor_b1)
         depths = normed_bid.shape[1]
-        # Positions count from the first drafted token: they are depths.
+        # Positions are counted from the first drafted token, so they equal depths.
         return LaneExpander(shared, jnp.zeros_like(block.anchor_b), first, step=step, scratch=(), num_depths=depths)
 
 
 @dataclass(frozen=True)
 class PathStep:
-    """The `lanes.Step` of a head; each lane carries the state of its path."""
+    """The `lanes.Step` of a head. Each lane carries the state of its path."""
 
     head: PathHead
     drafter: Any
@@ -110,7 +110,7 @@ class PathStep:
         return self.offer(shared, level.position_bw[0, 0] + 1, level.carry, level.token_bw)
 
     def offer(self, shared: Any, depth: jax.Array, state_bws: jax.Array, token_bw: jax.Array) -> LaneState:
-        """Returns the children at this depth, from the state of the path up to the token before, and the next state."""
+        """Returns the children at this depth and the next state, given the path's state before `token_bw`."""
         at_depth = {
             name: lax.dynamic_index_in_dim(shared[name], depth, axis=1)
             for name in ("normed", "tokens", "likely", "whole", "vectors")

@@ -1,9 +1,9 @@
-"""The candidate selector of DFlash2, a head: pairwise scores of adjacent candidates, added to the marginal logits.
+"""The head of DFlash2, its candidate selector: pairwise scores of adjacent candidates, added to the marginal logits.
 
     logits(v | previous token a) = marginal(v) + <A[a] * P z, B[v]>
 
-Only the `top_k` likeliest tokens of a depth are candidates; in trees, they share the mass that they have in the marginal.
-z is the final-normed hidden state of the slot. With B = 0 the head equals the marginal head.
+Only the `top_k` likeliest tokens of a depth are candidates. In trees, their total mass is what they have in the marginal. z
+is the slot's hidden state after the final norm. With B = 0, the head equals the marginal head.
 
 Source: DFlash2, as in NeMo AutoModel and vLLM's speculators.
 """
@@ -24,7 +24,7 @@ from treeflash_jax.models.quantized import product
 
 @dataclass(frozen=True)
 class SelectorHeadSizes:
-    """Number of candidates per depth."""
+    """Sizes of the head: the number of candidates per depth."""
 
     top_k: int = 16
 
