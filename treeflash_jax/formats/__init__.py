@@ -1,1 +1,1 @@
-"""Files: what model families and file dialects mean, and how weights, configs and tokenizers are read and written."""
+"""Files: the meaning of model families and file dialects; reading and writing of weights, configs and tokenizers."""

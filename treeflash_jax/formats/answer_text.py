@@ -1,4 +1,4 @@
-"""Text of an answer that grows token by token."""
+"""Text of an answer, which grows token by token."""
 
 import os
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from contextlib import suppress
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"  # stands for the bytes of an unfinished character
-CONTEXT = 8  # tokens of a prompt's end
-MOST_UNFINISHED = 4  # tokens of an unfinished character: up to 3 bytes, and a special token after them
+CONTEXT = 8  # number of tokens at a prompt's end
+MOST_UNFINISHED = 4  # most tokens of an unfinished character: 3 bytes and a special token
 
 
 class AnswerText:
     """Text of a growing answer, up to its first stop string.
 
-    New tokens are decoded together with the tokens of the last piece of text (at first, the last tokens of the prompt), so
-    that the tokenizer keeps the space before a word: prompt and answer, joined, read as if they were decoded together. A
-    character of several tokens appears with the last of them. The total time is linear in the number of tokens.
+    New tokens are decoded together with the tokens of the last piece of text (at first, the last tokens of the prompt). The
+    tokenizer then keeps the space before a word, and prompt plus answer read as if they were decoded together. A character
+    of several tokens appears with the last of them. The total time is linear in the number of tokens.
 
     Attributes:
       ids: tokens so far, up to the token that completes a stop string.
@@ -27,8 +27,8 @@ class AnswerText:
         self.ids: list[int] = []
         self.has_stop = False
         self._tokenizer, self._stop = tokenizer, stop
-        self._text = ""  # without an unfinished character at its end
-        self._half = self._prompt_half = ""  # unfinished character at the end of the answer, and of the prompt
+        self._text = ""  # the answer without an unfinished character at its end
+        self._half = self._prompt_half = ""  # unfinished characters at the ends of answer and prompt
         size = CONTEXT
         while True:  # until the text of the prompt's last tokens begins with a whole character
             self._window: list[int] = []  # tokens of the last piece
@@ -41,7 +41,7 @@ class AnswerText:
 
     @property
     def text(self) -> str:
-        """The whole text, with any half character at its end."""
+        """The whole text, including an unfinished character at its end."""
         return self._text + self._half
 
     @property
@@ -67,9 +67,9 @@ class AnswerText:
     def next_token(self, token: int) -> tuple[str, bytes | None]:
         """Returns the text that a token would add to the answer, and the bytes of the token.
 
-        A character of several tokens is the text of the last of them; texts of the others end with REPLACEMENT_CHARACTER.
-        The text of a special token is its name, and its bytes are None. The bytes of a part of a character are None as well
-        if the tokenizer does not state which bytes its tokens stand for.
+        A character of several tokens is the text of the last of them. The texts of the others end with
+        REPLACEMENT_CHARACTER. The text of a special token is its name, and its bytes are None. For a part of a character,
+        bytes are None as well if the tokenizer does not state which bytes its tokens stand for.
         """
         tokenizer = self._tokenizer
         if token in tokenizer.special_tokens:
@@ -82,7 +82,7 @@ class AnswerText:
         return text, None
 
     def _take_piece(self) -> str:
-        """Returns the text of the tokens after the last piece, up to the last one that ends a character; "" for none."""
+        """Returns the text after the last piece, up to the last token that ends a character; "" if there is none."""
         piece = ""
         for count in range(len(self._pending), max(0, len(self._pending) - MOST_UNFINISHED), -1):
             text = self._read(self._pending[:count])
@@ -95,10 +95,10 @@ class AnswerText:
         return piece
 
     def _read(self, ids: list[int]) -> str:
-        """Returns the text of tokens that follow the last piece, without the part that the prompt's text has already."""
+        """Returns the text of tokens that follow the last piece, except the part that is already in the prompt's text."""
         text = self._tokenizer.decode(self._window + ids)
         if text.startswith(self._window_text):
             text = text[len(self._window_text) :]
-        else:  # ByteFallback replaces all bytes of several characters if the last one is unfinished
+        else:  # if the last of several characters is unfinished, ByteFallback replaces the bytes of all
             text = self._tokenizer.decode(ids)
         return text[len(os.path.commonprefix([text, self._prompt_half])) :]

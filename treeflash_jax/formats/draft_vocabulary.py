@@ -1,7 +1,7 @@
-"""draft_vocabulary.json beside the files of a block drafter, language model or layer of multi-token prediction.
+"""draft_vocabulary.json, a file beside those of a block drafter, language model or multi-token prediction layer.
 
-It lists the tokens that may be drafted: the most frequent tokens of answers. Other tokens are never drafted; the output
-does not change. A draft then reads a fraction of the vocabulary table.
+It lists the tokens that may be drafted: the most frequent tokens of answers. A draft then reads only a fraction of the
+vocabulary table. Other tokens are never drafted, but the output does not change.
 
 Source: FR-Spec (arXiv 2502.14856).
 """
@@ -22,17 +22,17 @@ from treeflash_jax.models import vocab
 from treeflash_jax.models.quantized import Quantized
 
 NAME = "draft_vocabulary.json"
-SHARE = 6  # one token in six is listed
-SMALLEST = 2**14  # vocabulary for which a list is written
+SHARE = 6  # one token in SHARE is listed
+SMALLEST = 2**14  # smallest vocabulary for which a list is written
 
 
 def most_frequent(counts_v: np.ndarray, size: int) -> np.ndarray:
-    """Returns the ids of the `size` most frequent tokens in increasing order, [z]; lower ids first among equals."""
+    """Returns the ids of the `size` most frequent tokens, [z], in increasing order; among equals, lower ids are chosen."""
     return np.sort(np.argsort(-counts_v, kind="stable")[:size])
 
 
 def read(folder: Path, vocab_size: int) -> np.ndarray | None:
-    """Returns the listed ids in increasing order, [z]; None without a list.
+    """Returns the listed ids in increasing order, [z]; None if there is no list.
 
     Raises ValueError for ids that are repeated or outside the vocabulary.
     """
@@ -48,21 +48,21 @@ def read(folder: Path, vocab_size: int) -> np.ndarray | None:
 
 
 def write(folder: Path, counts_v: np.ndarray) -> None:
-    """Lists the most frequent tokens of a large vocabulary in a folder that exists."""
+    """Writes a list of the most frequent tokens into an existing folder, if the vocabulary is large."""
     if counts_v.size >= SMALLEST:
         files.write(folder / NAME, json.dumps({"ids": most_frequent(counts_v, counts_v.size // SHARE).tolist()}) + "\n")
 
 
 def limit(config: Drafter, folder: str | Path, vocab_size: int) -> Drafter:
-    """Returns a drafter's config, limited to the tokens that its folder lists, if any. Raises ValueError as `read`."""
+    """Returns a drafter's config, limited to the tokens that its folder lists, if any. Raises `read`'s ValueError."""
     ids_z = read(Path(folder), vocab_size)
     return config if ids_z is None else config.limited(ids_z.size)
 
 
 def load(folder: str | Path, drafter: Params, verifier: Params, mesh: Mesh | None = None) -> Params:
-    """Returns the weights of a list, {} without one: its part of the vocabulary table, and the ids' offsets.
+    """Returns the weights of a list: its part of the vocabulary table, and the ids' offsets; {} without a list.
 
-    The table is the drafter's if it has one, else the verifier's.
+    The table is the drafter's; if the drafter has none, the verifier's.
     """
     tables = drafter if "embed" in drafter else verifier
     table_vd = tables.get("unembed", tables["embed"])

@@ -1,7 +1,7 @@
-"""Quantised types of GGUF files whose codes and scales are read apart; other types are only expanded.
+"""Quantised types of GGUF files with codes and scales that can be read separately. Other types can only be expanded.
 
-A row is blocks of bytes, each with its codes and scales. "K" types have super-blocks of 256 elements, in which whole
-numbers scale groups.
+A row consists of blocks of bytes, each with its codes and scales. "K" types have super-blocks of 256 elements, which have
+whole numbers as scales of groups.
 
 Source: ggml-org/llama.cpp, gguf-py, gguf/quants.py.
 """
@@ -22,7 +22,7 @@ def _floats(data: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(run: int, data: np.ndarray) -> np.ndarray:
-    """Returns the low halves of a run of bytes, then its high halves, and so on."""
+    """Returns the low halves of the bytes of a run, then the high halves, and continues with the next run."""
     runs = data.reshape(*data.shape[:-1], -1, 1, run)
     return np.concatenate([runs & 15, runs >> 4], axis=-2).reshape(*data.shape[:-1], -1)
 
@@ -38,12 +38,12 @@ def _six_bits(data: np.ndarray) -> np.ndarray:
 
 
 def _k_scales(is_minimum: bool, data: np.ndarray) -> np.ndarray:
-    """Returns the 8 scales or minimums, of 6 bits, in the 12 bytes of a super-block."""
+    """Returns the 8 scales or minimums of 6 bits each that 12 bytes of a super-block contain."""
     first, low = (data[..., 4:8], data[..., 8:] >> 4) if is_minimum else (data[..., :4], data[..., 8:] & 15)
     return np.concatenate([first & 63, low | first >> 2 & 48], axis=-1)
 
 
-# Parts of a GroupedTensor: bytes of a block, their meaning, and the type of the numbers; and its other fields.
+# Parts of a GroupedTensor (bytes of a block, function that reads them, type of the numbers), and its other fields.
 _K = {
     "outer": (slice(0, 2), _floats, "F16"),
     "outer_minimums": (slice(2, 4), _floats, "F16"),
@@ -85,7 +85,7 @@ TYPES: dict[str, dict[str, Any]] = {
 
 
 def grouped(tensor: gguf_reader.GgufTensor) -> Tensor:
-    """Returns a matrix, or stack of matrices, of one of TYPES as a GroupedTensor, and any other tensor as it is."""
+    """Returns a matrix or stack of matrices as a GroupedTensor if its type is in TYPES; other tensors as they are."""
     fields, shape = TYPES.get(tensor.type.name), tensor.shape
     if fields is None or len(shape) == 1:
         return tensor

@@ -1,7 +1,7 @@
-"""GGUF files: metadata, and tensors of any type that the `gguf` package dequantises, read a slice at a time.
+"""GGUF files: metadata, and tensors of all types that the `gguf` package dequantises, read a slice at a time.
 
-The header is parsed here: the package takes seconds for the lists of a vocabulary. Dequantised values are float32, rounded
-only by the dtype in which weights are loaded.
+The header is parsed here, because the package takes seconds for the lists of a vocabulary. Dequantised values are float32.
+They are rounded only to the dtype in which weights are loaded.
 
 Source: ggml-org/ggml, docs/gguf.md.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from treeflash_jax.core.checks import QUOTED, clipped, quoted
 from treeflash_jax.formats.keys import Keys
 
-# Types of metadata values: numbers, by their dtype, and others.
+# Types of metadata values: for numbers, their dtypes; then other types.
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
 }  # fmt: skip
@@ -28,13 +28,13 @@ JOINED_BYTES = 2**13
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A matrix, stack of matrices or vector of a file, dequantised to float32 when it is sliced.
+    """A matrix, stack of matrices or vector of a file; slicing dequantises it to float32.
 
     Attributes:
-      raw: uint8, [out, bytes]; a vector has one line of bytes.
+      raw: uint8, [out, bytes]; a vector has one row of bytes.
       type: a `gguf.GGMLQuantizationType`.
       shape: [out, in], [experts, out, in], or [elements].
-      order: index in the file of each output; None: in order.
+      order: index in the file of each output; None: outputs are in order.
     """
 
     raw: np.ndarray
@@ -63,9 +63,9 @@ class GgufTensor:
 
 
 def _dequantized(raw: np.ndarray, type: Any) -> np.ndarray:
-    """Returns the numbers in blocks of bytes, [..., elements].
+    """Returns the numbers that blocks of bytes contain, [..., elements].
 
-    The package converts 16 lines of bytes at a time, in about ten NumPy calls: short lines are joined.
+    The package converts 16 rows of bytes at a time, in about ten NumPy calls. Short rows are therefore joined first.
     """
     count, (block, size) = math.prod(raw.shape[:-1]), package().GGML_QUANT_SIZES[type]
     most = max(1, JOINED_BYTES // raw.shape[-1])
@@ -80,7 +80,7 @@ class File:
 
     Attributes:
       metadata: values by key; arrays are lists.
-      tensors: tensors by name; their data is not read yet.
+      tensors: tensors by name; their data is read later.
     """
 
     path: Path
@@ -100,9 +100,9 @@ def is_gguf(path: str | Path) -> bool:
 def read(path: str | Path) -> File:
     """Reads the header of a file.
 
-    Raises FileNotFoundError for no file. Raises ValueError for no GGUF file, or one that is cut off, of another version or
-    byte order, one part of several, or with tensors that overlap, are misaligned or have unknown types; or if the package
-    `gguf` is not installed.
+    Raises FileNotFoundError if there is no file. Raises ValueError if it is no GGUF file, is cut off, has another version
+    or byte order, is one of several parts, or has tensors that overlap, are misaligned or have unknown types. Also raises
+    ValueError if the package `gguf` is not installed.
     """
     path = Path(path)
     package()
@@ -113,7 +113,7 @@ def read(path: str | Path) -> File:
         raise FileNotFoundError(f"{path} not found; expected a GGUF file") from None
 
 
-@lru_cache(maxsize=2)  # verifier and drafter, each opened for its config, its tokenizer and its weights
+@lru_cache(maxsize=2)  # verifier and drafter; each is opened for config, tokenizer and weights
 def _read(path: Path, size: int, changed: int) -> File:
     try:
         data = np.memmap(path, mode="r")
@@ -144,13 +144,13 @@ def _read(path: Path, size: int, changed: int) -> File:
 
 
 class _Header:
-    """A cursor over a file's header."""
+    """A cursor in a file's header."""
 
     def __init__(self, path: Path, data: memoryview):
         self.path, self.data, self.at = path, data, 0
 
     def begin(self) -> tuple[int, int]:
-        """Checks magic and version; returns the numbers of tensors and of metadata values."""
+        """Checks magic and version. Returns the number of tensors and the number of metadata values."""
         if bytes(self.data[:4]) != b"GGUF":
             raise ValueError(f"{self.path} is no GGUF file (it begins with {bytes(self.data[:4])!r}); download it again")
         self.at = 4
@@ -161,7 +161,7 @@ class _Header:
         return self.number(_UINT64), self.number(_UINT64)
 
     def expect(self, size: int) -> None:
-        """Raises ValueError if fewer bytes are left."""
+        """Raises ValueError if fewer than `size` bytes are left."""
         if self.at + size > len(self.data):
             raise ValueError(f"{self.path} is cut off or damaged (its header does not end); download it again")
 
@@ -189,7 +189,7 @@ class _Header:
             if kind in _NUMBERS:
                 return self.numbers(kind, count)
             if kind == _STRING:
-                self.expect(8 * count)  # each begins with its length
+                self.expect(8 * count)  # each string begins with its length
                 return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
             raise ValueError(f"{self.path} is damaged: got a metadata value of type {kind}; download it again")

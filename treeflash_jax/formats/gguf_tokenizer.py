@@ -9,14 +9,14 @@ from typing import Any
 from treeflash_jax.core.checks import INT32, warn
 from treeflash_jax.formats.gguf_reader import File
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-# Texts of tokens that end an answer, even if the file gives them another type.
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+# Tokens with these texts end an answer, even if the file gives them another type.
 _ENDS = frozenset(
     """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
     <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>
     [e~[""".split()
 )
-_INSIDE = {  # ends that are inside answers if all others are tokens, too
+_INSIDE = {  # ends that occur inside answers if the vocabulary has all others, too
     "<|end|>": ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}, {"<|flush|>", "<|call|>"}),
     "</s>": ({"<|tool_response>"},),
 }
@@ -24,7 +24,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA_3, _QWEN_2 = _WORDS.replace("DIGITS", "{1,3}"), _WORDS.replace("DIGITS", "")
-_PRE = {  # tokenizer.ggml.pre, and the pre-tokenizer it stands for
+_PRE = {  # pre-tokenizer for each value of tokenizer.ggml.pre
     "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3",
     "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2",
     "smollm": "smollm",
@@ -35,11 +35,11 @@ _PRE = {  # tokenizer.ggml.pre, and the pre-tokenizer it stands for
 def tokenizer_arguments(file: File) -> dict[str, Any]:
     """Returns the arguments of `PreTrainedTokenizerFast` for a file's tokenizer; {} if it has none.
 
-    Raises ValueError for a kind of tokenizer that is not implemented, or a damaged vocabulary.
+    Raises ValueError for a kind of tokenizer that is not implemented, and for a damaged vocabulary.
     """
     if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
         return {}
-    settings: dict[str, Any] = {"tokenizer_object": _tokenizer(file)}  # checks the vocabulary that the others refer to
+    settings: dict[str, Any] = {"tokenizer_object": _tokenizer(file)}  # checks the vocabulary for other settings
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     tokens = file.metadata["tokenizer.ggml.tokens"]
     settings |= {names[role]: tokens[i] for role, i in special_ids(file).items()}
@@ -49,7 +49,10 @@ def tokenizer_arguments(file: File) -> dict[str, Any]:
 
 
 def tokenizer_files(file: File) -> dict[str, str]:
-    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} for none. Raises as for its arguments."""
+    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} if the file has no tokenizer.
+
+    Raises ValueError as `tokenizer_arguments` does.
+    """
     settings = tokenizer_arguments(file)
     if not settings:
         return {}
@@ -81,7 +84,7 @@ def _tokenizer(file: File) -> Any:
         unknown = None if unknown is None else tokens[unknown]
         made = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
         made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        made.normalizer = normalizers.Replace(" ", "▁")  # there is no pre-tokenizer
+        made.normalizer = normalizers.Replace(" ", "▁")  # this kind has no pre-tokenizer
     else:
         made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama3"))
         made.decoder = decoders.ByteLevel()
@@ -108,7 +111,7 @@ def special_ids(file: File) -> dict[str, int]:
 
 
 def end_ids(file: File) -> list[int]:
-    """Returns the ids that end an answer: the ends that the metadata names, and tokens known by their texts."""
+    """Returns the ids that end an answer: ids that the metadata names as ends, and ids of tokens with known texts."""
     named = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
     tokens = file.keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list") or []
     ends = {token: i for i, token in enumerate(tokens) if isinstance(token, str) and token in _ENDS}
@@ -117,7 +120,7 @@ def end_ids(file: File) -> list[int]:
 
 
 def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
-    """Returns a pre-tokenizer and the normaliser of its input; None for no normaliser."""
+    """Returns a pre-tokenizer and the normaliser of its input; None if there is no normaliser."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     if kind in ("gpt-2", "smollm"):

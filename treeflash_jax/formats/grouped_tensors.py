@@ -1,12 +1,12 @@
 """Weights of quantised files: codes of a few bits with a scale per group of inputs, read a slice at a time.
 
-The element of a code c, whose group has the scale s, the zero point z and the minimum m, is
+The element for a code c, in a group with the scale s, the zero point z and the minimum m, is
 
     (book(c) - z) * s - m,    in float32
 
-with s = scales * outer (or scales / outer, if `is_divisor`) and m = minimums * outer_minimums. Its inputs are in group
-order: input j belongs to group j // group. For files whose groups are not consecutive inputs, `order` has the weight's
-input at each of these places.
+with s = scales * outer (or scales / outer, if `is_divisor`) and m = minimums * outer_minimums. The inputs of the arrays are
+in group order: input j belongs to group j // group. If a file's groups are not consecutive inputs, `order` has the weight's
+input for each of these places.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ E2M1 = np.array(_HALF + [-value for value in _HALF], np.float32)
 
 @dataclass(frozen=True)
 class ComputedTensor:
-    """A tensor that is computed from stored ones when it is sliced.
+    """A tensor that slicing computes from stored tensors.
 
     Attributes:
       shape: [..., outputs, columns].
-      dtype: its name in safetensors files.
-      read: function of slices of all axes but the last; returns all columns.
+      dtype: name of the dtype in safetensors files.
+      read: function that gets slices of all axes but the last, and returns all columns.
     """
 
     shape: Sequence[int]
@@ -48,19 +48,19 @@ class ComputedTensor:
 
 @dataclass(frozen=True)
 class GroupedTensor:
-    """A matrix, or one per expert, [..., outputs, inputs]: expanded when it is sliced, or read part by part.
+    """A matrix, or one per expert, [..., outputs, inputs]. Slicing expands it; its parts can also be read directly.
 
     Attributes:
-      code_book: "int4": codes are the numbers 0 to 15; "int8": numbers of 5, 6 or 8 bits; "e2m1": FP4, the values of E2M1.
+      code_book: meaning of codes: "int4", numbers 0 to 15; "int8", numbers of 5, 6 or 8 bits; "e2m1", FP4 values of E2M1.
       group: number of inputs with a common scale; divides the number of inputs.
-      codes: one code per element, not packed, [..., outputs, inputs] in group order; uint8, or int8 for "int8".
-      scales: [..., outputs, inputs / group], in the type of the file: floats, or integers of a super-block.
-      outer: factors of the scales, floats, [..., outputs, n]: each of n equal parts of the groups has one.
-      is_divisor: true if scales are divided by `outer`.
-      zeros: zero points, as `scales`, or one number for all.
-      minimums: as `scales`; None: none.
-      outer_minimums: factors of the minimums, as `outer`.
-      order: int32, [inputs]: the weight's input at each place in group order; None: the same.
+      codes: a code per element, not packed, [..., outputs, inputs] in group order; uint8, or int8 for "int8".
+      scales: [..., outputs, inputs / group], in the type of the file: floats, or integers in a super-block.
+      outer: factors of the scales, floats, [..., outputs, n]; each factor is for one of n equal parts of the groups.
+      is_divisor: whether scales are divided by `outer`.
+      zeros: zero points, shaped like `scales`, or one number for all groups.
+      minimums: numbers to subtract, shaped like `scales`; None: 0.
+      outer_minimums: factors of the minimums, shaped like `outer`.
+      order: int32, [inputs]: the weight's input at each place in group order; None: inputs are in order.
     """
 
     code_book: Literal["int4", "int8", "e2m1"]
@@ -82,7 +82,7 @@ class GroupedTensor:
         return "F32"
 
     def factors(self, rows: tuple[Any, ...]) -> np.ndarray:
-        """Returns the scale of each group in float32; `rows` indexes all axes but the last."""
+        """Returns the scale of each group in float32. `rows` are indices of all axes but the last."""
         return _product(self.scales, self.outer, self.is_divisor, rows)
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -100,7 +100,7 @@ class GroupedTensor:
 
 
 def map_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Applies a function that selects outputs to a tensor, or to each part of a GroupedTensor."""
+    """Applies a function that selects outputs to a tensor; for a GroupedTensor, to each of its parts."""
     if not isinstance(tensor, GroupedTensor):
         return function(tensor)
     names = ("codes", "scales", "outer", "zeros", "minimums", "outer_minimums")
@@ -110,7 +110,7 @@ def map_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def split_index(index: Any, axes: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the indices of all axes but the last, and those of the last, which may be none."""
+    """Returns the indices of all axes but the last, and the index of the last axis, if there is one, in a tuple."""
     if not isinstance(index, tuple):
         index = () if index is ... else (index,)
     rows = index[: axes - 1]

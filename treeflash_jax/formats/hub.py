@@ -3,16 +3,16 @@
 import re
 from pathlib import Path
 
-LONGEST_ID = 96  # characters, the Hub's limit
+LONGEST_ID = 96  # the Hub's limit, in characters
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Returns whether a name has the form of a Hub id, owner/model: both begin and end with a letter or digit."""
+    """Returns whether a name has the form of a Hub id, owner/model. Both parts begin and end with a letter or digit."""
     return len(str(name)) <= LONGEST_ID and re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]+\b", str(name)) is not None
 
 
 def cached(hub_id: str, revision: str | None = None) -> Path | None:
-    """Returns the folder of a Hub id in the Hub's local cache; None unless config and weights are there."""
+    """Returns the folder of a Hub id in the Hub's local cache; None if config or weights are missing there."""
     try:
         folder = download(hub_id, revision, local_files_only=True)
     except ValueError:
@@ -21,13 +21,13 @@ def cached(hub_id: str, revision: str | None = None) -> Path | None:
 
 
 def download(hub_id: str, revision: str | None = None, local_files_only: bool = False) -> Path:
-    """Returns the folder of a Hub id in the local cache, downloading missing files. Raises ValueError if it cannot."""
+    """Downloads missing files of a Hub id; returns its folder in the local cache. Raises ValueError if it cannot."""
     from huggingface_hub import snapshot_download
 
     try:
         kinds = ["*.json", "*.safetensors", "*.jinja"]
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=kinds, local_files_only=local_files_only))
-    except Exception as error:  # of the Hub's client, or of the library that it connects with
+    except Exception as error:  # errors of the Hub's client, or of its HTTP library
         cause = type(error).__name__
         raise ValueError(
             f"{hub_id} is no local folder and could not be downloaded from the Hub ({cause}); "

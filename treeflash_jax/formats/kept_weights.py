@@ -1,7 +1,7 @@
-"""Weights of quantised files, kept as they are stored: each becomes a `quantized.Quantized` of its parts.
+"""Weights of quantised files, kept as they are stored. Each weight becomes a `quantized.Quantized`.
 
-Scales of groups or blocks are repeated if a shard of a mesh would otherwise have a part of a group. Codes of four bits
-become int4, numbers around zero, so that their products with scales are rounded as finely as the weight.
+Scales of groups or blocks are repeated if a shard of a mesh would otherwise hold part of a group. Codes of four bits become
+int4, numbers around zero: products of these with scales are rounded as finely as the weight.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ _DTYPES = {
     "U8": np.uint8, "I16": np.int16, "I32": np.int32,
 }  # fmt: skip
 _FACTORS = {"scale": "scales", "outer": "outer", "minimum": "minimums", "outer_minimum": "outer_minimums"}
-_CENTER = 8  # of codes of four bits
+_CENTER = 8  # code of four bits that becomes 0
 
 
 def find_scheme(tensors: Mapping[str, Tensor]) -> str | None:
-    """Returns the scheme (`quantized.SCHEMES`) with which quantised tensors are kept as they are; None: there are none."""
+    """Returns the scheme (`quantized.SCHEMES`) for keeping quantised tensors as they are; None: nothing is quantised."""
     grouped = [tensor for tensor in tensors.values() if isinstance(tensor, GroupedTensor)]
     if grouped:
         is_mxfp4 = all(tensor.scales.get_dtype() == "F8_E8M0" for tensor in grouped)
@@ -43,14 +43,14 @@ def find_scheme(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def can_keep(scheme: str | None, stored: str | None) -> bool:
-    """Returns whether a requested scheme keeps tensors of a stored one, from `find_scheme`; "int4" keeps all but FP8."""
+    """Returns whether a requested scheme keeps tensors of the scheme `stored` (`find_scheme`). "int4" keeps all but FP8."""
     return scheme is not None and (scheme == stored or (scheme == "int4" and stored == "mxfp4"))
 
 
 def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: DTypeLike, mesh: Mesh | None) -> Any:
-    """Reads a tree of weights as `storage.load`, and keeps quantised ones as they are stored.
+    """Reads a tree of weights like `storage.load`, but keeps quantised weights as they are stored.
 
-    Those that are never quantised, or whose tensors have several layouts, become arrays.
+    Weights that are never quantised become arrays. So do weights whose tensors have several layouts.
     """
     kept, located, parts = divide(tensors, specs, entries, dtype, mesh)
     weights = storage.load(where, parts, kept, located, dtype, mesh)
@@ -60,7 +60,7 @@ def load(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, d
 def divide(
     tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: DTypeLike, mesh: Mesh | None
 ) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Returns specs and entries of weights as they are kept, and all tensors, with those of the parts of kept weights."""
+    """Returns specs and entries of weights as they are kept, and all tensors, including parts of kept weights."""
     given = dict(tensors)
 
     def split(spec: Spec, entry: Entry) -> tuple[Any, Any]:
@@ -88,7 +88,7 @@ def divide(
 def _parts(
     spec: Spec, tensor: Tensor | None, mesh: Mesh | None, dtype: DTypeLike
 ) -> tuple[Quantized | None, dict[str, Any]]:
-    """Returns the specs of a weight's parts and the tensors that hold them; None and {} for a weight to expand."""
+    """Returns the specs of a weight's parts and the tensors that hold them; None and {} if the weight must be expanded."""
     if not spec.inputs or not spec.can_quantize:
         return None, {}
     if isinstance(tensor, ScaledTensor) and quantized.applies("fp8", spec):
@@ -113,14 +113,14 @@ def _parts(
 
 
 def _count(spec: Spec, mesh: Mesh | None, inputs: int, *block: int) -> tuple[int, ...]:
-    """Returns the number of blocks along each axis of a weight; one for each output if `block` has all inputs."""
+    """Returns the number of blocks along each axis of a weight. If `block` has all inputs, each output has one block."""
     if block[1] < inputs:
         return quantized.count_blocks(spec, mesh, block)
     return tuple(1 if axis in spec.inputs else size for axis, size in enumerate(spec.shape))
 
 
 def _numbers(tensor: GroupedTensor) -> dict[str, Tensor]:
-    """Returns values and zero points of codes."""
+    """Returns the tensors of values and zero points for codes."""
     codes, zeros = tensor.codes, tensor.zeros
     if tensor.code_book == "e2m1":
         return {"values": ComputedTensor(codes.get_shape(), "F4", lambda rows: codes[rows].view(ml_dtypes.float4_e2m1fn))}
@@ -137,13 +137,13 @@ def _numbers(tensor: GroupedTensor) -> dict[str, Tensor]:
 
 
 def _less(part: Tensor, center: int, dtype: str) -> ComputedTensor:
-    """Returns whole numbers less `center`."""
+    """Returns whole numbers minus `center`."""
     target = _DTYPES[dtype]
     return ComputedTensor(part.get_shape(), dtype, lambda rows: (part[rows].astype(np.int16) - center).astype(target))
 
 
 def _fitted(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns scales as a tensor of this shape, which has each of them once or, for smaller blocks, repeated."""
+    """Returns scales as a tensor of this shape. Scales are repeated if the shape has smaller blocks."""
     if isinstance(part, ScaledTensor):
         sizes = zip(part.get_shape(), shape, strict=True)
         return BlockScales(part, tuple(size // count for size, count in sizes))
@@ -152,7 +152,7 @@ def _fitted(part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _drop_inputs(spec: Spec, weight: Any) -> Any:
-    """Returns a weight with a scale per channel and nothing else in the form that has no axes of inputs in the scale."""
+    """Removes the input axes from the scale of a weight that has a scale per channel and nothing else."""
     if not isinstance(weight, Quantized) or any(weight.scale.shape[axis] > 1 for axis in spec.inputs):
         return weight
     if len(jax.tree.leaves(weight)) > 2:

@@ -1,4 +1,4 @@
-"""Values of a config file: read by key, each of its type and within its bounds, or refused in one line."""
+"""Values of a config file, read by key. Each must have its type and be within its limits, or a one-line error is raised."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from typing import Any
 
 from treeflash_jax.core.checks import INT32, coerce, expect, quoted, warn
 
-# Keys that may change outputs, and are refused unless a reader implements them: of models, rope settings, drafters, GGUF
-# files. Keys that are neither here nor known to a reader of configs are ignored with a warning: releases of transformers
-# and llama.cpp add keys every month.
+# Keys that may change outputs: of models, rope settings, drafters and GGUF files. They are refused unless a reader
+# implements them. Keys that are neither here nor known to a reader of configs are ignored with a warning, because releases
+# of transformers and llama.cpp add keys every month.
 NUMERIC_KEYS = frozenset(
     """quantization_config quantization compression_config auto_map text_config v_head_dim q_lora_rank kv_lora_rank
     scale_depth scale_emb dim_model_base residual_multiplier embedding_multiplier attention_multiplier logits_scaling
@@ -36,13 +36,13 @@ NUMERIC_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Keys:
-    """The object of a config file, or one inside it; `where` is the file and the path of keys inside it, for messages."""
+    """An object in a config file. `where` is the file and the path of keys inside it, for messages."""
 
     raw: Mapping[str, Any]
     where: str
 
     def __contains__(self, key: str) -> bool:
-        """Returns whether the key is there and not null."""
+        """Returns whether the key exists and is not null."""
         return self.raw.get(key) is not None
 
     def whole(self, key: str, default: Any = None, least: int = 1, most: int = INT32) -> int:
@@ -59,12 +59,12 @@ class Keys:
         return self.value(bool, key, default, "true or false")
 
     def table(self, key: str, required: bool = False) -> "Keys":
-        """Returns an object inside this one; an optional one that is absent is empty."""
+        """Returns an object inside this one. An optional object that is missing counts as empty."""
         raw = self.value(dict[str, Any], key, None, "an object") if key in self or required else {}
         return Keys(raw, f"{self.where}: {key}")
 
     def ids(self, key: str, most: int, required: bool = True) -> tuple[int, ...]:
-        """Returns the ids of a key that holds one or a list of them, or none if they are not required."""
+        """Returns the ids of a key whose value is an id or a list of ids; () if it is missing and not required."""
         value = self.raw.get(key)
         if not required and value in (None, []):
             return ()
@@ -72,11 +72,11 @@ class Keys:
         return coerce(Sequence[int], value, f"{key} =", self.where, says=says, least=0, most=most, min_length=1)
 
     def value(self, kind: Any, key: str, default: Any, says: str, **limits: Any) -> Any:
-        """Returns the value of a key as a type or type hint; `default` replaces a missing key, not null."""
+        """Returns the value of a key, converted to a type or type hint. `default` replaces a missing key, but not null."""
         return coerce(kind, self.raw.get(key, default), f"{key} =", self.where, says=says, **limits)
 
     def expect(self, is_met: bool, key: str, value: Any, expected: str) -> None:
-        """Raises ValueError with the value and the expectation unless a condition is met."""
+        """Raises ValueError with the value and what was expected, unless `is_met`."""
         expect(is_met, key, value, expected, self.where)
 
     def check_known(self, known: Collection[str]) -> None:
@@ -88,7 +88,7 @@ class Keys:
             warn(f"{self.where}: unknown keys {quoted(unknown, 160)} are ignored")
 
     def check_only(self, accepted: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises ValueError for a value that is not implemented; an absent key has the first one. 1 does not equal true."""
+        """Raises ValueError for a value that is not implemented. A missing key has the first value. 1 is not true."""
         for key, values in accepted.items():
             value = self.raw.get(key, values[0])
             if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values):
@@ -96,9 +96,9 @@ class Keys:
 
 
 def find_key(*places: tuple[Keys, str]) -> tuple[Keys, str]:
-    """Returns the first of several places, each an object and a key, that states a value; the first place if none does.
+    """Returns the first of several places (object and key) that has a value; the first place if none has.
 
-    Raises ValueError if two places state different values.
+    Raises ValueError if two places have different values.
     """
     stated = [(keys, key) for keys, key in places if key in keys]
     if any(keys.raw[key] != stated[0][0].raw[stated[0][1]] for keys, key in stated):

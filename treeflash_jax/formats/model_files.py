@@ -1,4 +1,4 @@
-"""Verifiers and drafters in folders and files: configs and weights, read, written and converted by dialect."""
+"""Verifiers and drafters in folders and files: reads, writes and converts their configs and weights, by dialect."""
 
 import json
 import os
@@ -30,16 +30,16 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig
 
-ASSISTANT = "assistant"  # folder of a drafter inside a verifier's
+ASSISTANT = "assistant"  # name of a drafter's folder inside a verifier's folder
 
 
 def read_verifier_config(path: str | Path) -> ModelConfig:
-    """Returns the sizes of the verifier in a folder, a GGUF file or a config.json. Raises ValueError as `load_verifier`."""
+    """Returns the sizes of the verifier in a folder, a GGUF file or a config.json. Raises `load_verifier`'s ValueError."""
     return _find(path, "verifier")[1]
 
 
 def read_drafter_config(path: str | Path) -> Drafter:
-    """Returns the config of the drafter in a folder or a config.json. Raises ValueError as `load_drafter`."""
+    """Returns the config of the drafter in a folder or a config.json. Raises `load_drafter`'s ValueError."""
     return _find(path, "drafter")[1]
 
 
@@ -57,10 +57,10 @@ def load_verifier(
       path: a folder with config.json and model.safetensors, whole or in parts; or a GGUF file.
       dtype: dtype of the weights; bfloat16 files load bit for bit into bfloat16.
       mesh: mesh to shard the weights over; each host reads only the slices of its devices. None: the default device.
-      quantize: a scheme (`quantized.SCHEMES`) rounds every matrix when it is read, so that devices store one matrix in
-        `dtype` at a time. "fp8" keeps the weights of FP8 files as they are, and "int4" those of other quantised files; None
-        expands them to `dtype`.
-      wide_tables: whether `quantize` leaves out the tables of the vocabulary.
+      quantize: scheme (`quantized.SCHEMES`) to which every matrix is rounded when it is read, so devices hold one matrix in
+        `dtype` at a time. "fp8" keeps the weights of FP8 files as they are, and "int4" keeps the weights of other quantised
+        files. None expands them to `dtype`.
+      wide_tables: whether `quantize` leaves the vocabulary tables unquantised.
 
     Raises ValueError for anything missing, unknown, damaged, mis-shaped or not implemented.
     """
@@ -82,9 +82,9 @@ def load_drafter(
 
 
 def find_included_drafter(path: str | Path) -> Path | None:
-    """Returns the folder of the drafter that a verifier's files hold, which `load_drafter` reads; None: they hold none.
+    """Returns the folder of the drafter that a verifier's files contain, for `load_drafter`; None if they contain none.
 
-    It is the verifier's if that has a layer of multi-token prediction, or its folder "assistant".
+    This is the verifier's folder if it has a multi-token prediction layer, or else its folder "assistant".
     """
     path = Path(path)
     if any(name.startswith("mtp.") for name in tensor_files.names(path)):
@@ -95,7 +95,7 @@ def find_included_drafter(path: str | Path) -> Path | None:
 def find_specs(
     path: str | Path, part: str = "verifier", *, dtype: DTypeLike, mesh: Mesh | None = None, quantize: str | None = None
 ) -> Any:
-    """Returns the specs of the weights of a verifier or drafter, as quantised files divide them, without reading any.
+    """Returns the specs of the weights of a verifier or drafter, divided as in quantised files. Reads no weights.
 
     Arguments and exceptions are as in `load_verifier`; `part` is "verifier" or "drafter".
     """
@@ -109,9 +109,9 @@ def find_specs(
 
 
 def stored_scheme(path: str | Path, part: str = "verifier") -> str | None:
-    """Returns the scheme (`quantized.SCHEMES`) with which files keep the weights of a part; None: they are wide.
+    """Returns the scheme (`quantized.SCHEMES`) of the weights of a part in files; None: they are not quantised.
 
-    Raises ValueError as `load_verifier`.
+    Raises ValueError in the same cases as `load_verifier`.
     """
     dialect, config = _find(path, part)
     with dialect.opened(Path(path), config) as tensors:
@@ -119,9 +119,9 @@ def stored_scheme(path: str | Path, part: str = "verifier") -> str | None:
 
 
 def check_copies(drafter: str | Path, source: str | Path) -> None:
-    """Raises ValueError if tables in a drafter's files, which are not read, differ from the verifier's tables.
+    """Raises ValueError if the tables in a drafter's files differ from the verifier's, which are used instead of them.
 
-    The rounded tables of a GGUF file are not compared.
+    The rounded tables of GGUF files are not compared.
 
     Args:
       drafter: folder of the drafter.
@@ -134,20 +134,20 @@ def check_copies(drafter: str | Path, source: str | Path) -> None:
     with tensor_files.open_folder(Path(drafter)) as copies, other.opened(Path(source), verifier_config) as tensors:
         entries = other.entries(verifier_config, verifier.specs(verifier_config), tensors.keys())
         for copy, name in dialect.copies(config).items():
-            original = entries.get(name, entries["embed"]).name  # a tied file has one table
+            original = entries.get(name, entries["embed"]).name  # a file with tied tables has only one
             if copy in copies and not storage.are_equal(copies[copy], tensors[original]):
                 got = f"{copy} differs from {original} of the verifier"
                 raise ValueError(f"{drafter}: got {got}, expected a copy: load the verifier that it was trained for")
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
-    """Returns the content of the generation_config.json of a verifier; empty without one. Raises ValueError if damaged."""
+    """Returns the content of a verifier's generation_config.json; {} if there is none. Raises ValueError if damaged."""
     file = Path(path) / "generation_config.json"
     return read_json(file) if os.path.lexists(file) else {}
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
-    """Returns the ids that end an answer of a verifier, from its config and a generation_config.json beside it.
+    """Returns the ids that end an answer of a verifier: ids in its config and in a generation_config.json beside it.
 
     Raises ValueError for a damaged file or bad ids.
     """
@@ -170,11 +170,11 @@ def save_drafter(
     """Writes a drafter that the published PyTorch code of its dialect loads.
 
     Args:
-      folder: created if missing.
-      params: weights of its specs; for a block drafter, {"backbone": ..., "head": ...}.
-      dialect: name of one of `dialects.written()`; None: the default of this kind of drafter.
+      folder: target; created if missing.
+      params: weights as in the drafter's specs; for a block drafter, {"backbone": ..., "head": ...}.
+      dialect: name in `dialects.written()`; None: the default dialect of this kind of drafter.
 
-    Raises ValueError for no such dialect, or one that cannot store this drafter.
+    Raises ValueError if there is no such dialect, or if it cannot store this drafter.
     """
     writable(dialect or config.dialect, config).save(Path(folder), config, config.specs(), params, dtype)
 
@@ -182,7 +182,7 @@ def save_drafter(
 def writable(dialect: str, config: Drafter | None = None) -> Dialect:
     """Returns a dialect by name.
 
-    Raises ValueError for one that is unknown, or cannot store drafters of this kind or weights of this drafter.
+    Raises ValueError if the dialect is unknown, or cannot store this kind of drafter or this drafter's weights.
     """
     known = dialects.written()
     expect(dialect in known, "dialect", dialect, f"one of {', '.join(known)}")
@@ -198,19 +198,19 @@ def writable(dialect: str, config: Drafter | None = None) -> Dialect:
 
 
 def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, drop_head: bool = False) -> None:
-    """Writes a drafter's files in another dialect, bit for bit; copies its tokenizer, if any.
+    """Writes a drafter's files in another dialect, bit for bit. Copies its tokenizer, if it has one.
 
     Args:
-      target: new folder; it appears when it is complete.
+      target: new folder, which appears when it is complete.
       dialect: name of the dialect to write.
-      drop_head: leave out a block drafter's head, which some dialects cannot store.
+      drop_head: whether to leave out a block drafter's head, which some dialects cannot store.
 
-    Raises ValueError for a dialect that cannot be written, a drafter that it cannot store, or a target that exists.
+    Raises ValueError if the dialect cannot be written, if it cannot store the drafter, or if the target exists.
     """
     files.check_folder(target)
     read, config = _find(source, "drafter")
     written = writable(dialect, config)
-    written.to_hf(written.without_head(config, {})[0] if drop_head else config)  # refuses before weights are read
+    written.to_hf(written.without_head(config, {})[0] if drop_head else config)  # raises its errors before weights are read
     with read.opened(Path(source), config) as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
     if len(kinds) != 1:
@@ -230,10 +230,10 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: DTypeLike = jnp.
     """Writes a GGUF file as a Hugging Face folder: configs, weights and tokenizer.
 
     Args:
-      target: new folder; it appears when it is complete.
-      dtype: dtype on disk; float32 represents all quantised types exactly.
+      target: new folder, which appears when it is complete.
+      dtype: dtype on disk; float32 represents the values of all quantised types exactly.
 
-    Raises ValueError as `load_verifier`, and for a target that exists.
+    Raises `load_verifier`'s ValueError, and ValueError if the target exists.
     """
     files.check_folder(target)
     file = gguf_reader.read(source)

@@ -13,11 +13,11 @@ _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A matrix, or one per expert, that is multiplied with its scales, in float32, when it is read.
+    """A matrix, or one per expert. Reading it multiplies it with its scales, in float32.
 
     Attributes:
       values: [..., outputs, inputs], float8_e4m3fn.
-      scales: one number per block, in any shape with that number of elements.
+      scales: a number per block, in any shape with that number of elements.
       counts: number of blocks along each axis.
       block: size of a block along each axis; the last one may be smaller.
     """
@@ -45,7 +45,7 @@ class ScaledTensor:
 
 @dataclass(frozen=True)
 class BlockScales:
-    """The scales of a tensor, repeated for each of the smaller blocks of size `block`."""
+    """The scales of a tensor, each repeated for the smaller blocks of size `block` that it covers."""
 
     tensor: ScaledTensor
     block: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""Trees of weights, read slice by slice from the tensors of any file format into their shardings, and written back.
+"""Trees of weights: read slice by slice from the tensors of any file format into their shardings, and written back.
 
-An `Entry` locates a weight on disk; specs, entries and weights are trees of one structure. Output is safetensors.
+An `Entry` locates a weight on disk. Trees of specs, entries and weights have the same structure. Output is safetensors.
 """
 
 import json
@@ -20,11 +20,11 @@ from treeflash_jax.core.checks import QUOTED, clipped
 from treeflash_jax.core.dtypes import bits
 from treeflash_jax.core.parameters import Entry, Params, Spec, inside, is_spec
 
-MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
+MARK = {"written_by": "treeflash_jax"}  # metadata of files that `save` writes
 METADATA = {"format": "pt", **MARK}
-_HEADER_BYTES = 100_000_000  # the format's own limit
+_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 CHECKED_AT_ONCE = 2**17
-READ_AT_ONCE = 2**20  # numbers, before they are converted: fresh memory costs more time than reading
+READ_AT_ONCE = 2**20  # numbers to read before converting: new memory costs more time than reading
 FLOAT8 = "F8_E4M3"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
@@ -32,12 +32,12 @@ WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8", "I4")
 
 
 class Tensor(Protocol):
-    """A tensor of a file, read in slices of its first two axes (or of its elements, if it is a vector)."""
+    """A tensor in a file, which is read in slices of its first two axes; if it is a vector, in slices of its elements."""
 
     def get_shape(self) -> Sequence[int]: ...
 
     def get_dtype(self) -> str:
-        """Returns the dtype of slices, by its name in safetensors files."""
+        """Returns the name of the dtype of slices in safetensors files."""
 
     def __getitem__(self, index: Any) -> np.ndarray: ...
 
@@ -51,14 +51,14 @@ def load(
     mesh,
     finish: Callable[[jax.Array, Spec], Any] = lambda weight, _: weight,
 ) -> Any:
-    """Reads a tree of weights; each host reads only the slices of its devices.
+    """Reads a tree of weights. Each host reads only the slices of its devices.
 
     Args:
-      dtype: dtype of weights without a dtype in their spec; bfloat16 files load bit for bit into bfloat16.
+      dtype: dtype of weights whose spec has none; bfloat16 files load bit for bit into bfloat16.
       mesh: mesh to shard the weights over; None: the default device.
-      finish: transformation of each weight, applied as soon as it is read.
+      finish: function applied to each weight as soon as it is read.
 
-    Raises ValueError for tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
+    Raises ValueError for tensors that are missing, unknown, of wrong shape or type, or contain NaN or infinity.
     """
     _check(where, tensors, specs, entries, dtype)
 
@@ -84,7 +84,7 @@ def _read(
             part[number] = read_slice(tensors[expert.name], inside(spec), expert, index[1:], plane)
             _check_finite(where, expert.name, part[number])
         return part
-    axis = entry.order[0]  # the outermost on disk
+    axis = entry.order[0]  # the weight's axis that is outermost on disk
     step = max(1, READ_AT_ONCE * len(spans[axis]) // max(1, part.size))
     for begin in range(0, len(spans[axis]), step):
         span = spans[axis][begin : begin + step]
@@ -96,7 +96,7 @@ def _read(
 
 
 def _check_finite(where: Path, name: str, part: np.ndarray) -> None:
-    has_others = not jnp.issubdtype(part.dtype, jnp.integer) and bits(part.dtype) > 4  # than finite numbers
+    has_others = not jnp.issubdtype(part.dtype, jnp.integer) and bits(part.dtype) > 4  # NaN or infinity
     if has_others and not all_finite(part):
         raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {part.dtype}, expected numbers")
 
@@ -125,7 +125,7 @@ def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any,
 
 
 def _empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """Returns an array that JAX shares on a CPU instead of copying it: its data begin at a multiple of 64 bytes."""
+    """Returns an array that begins at a multiple of 64 bytes. On a CPU, JAX shares such an array instead of copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + 64, np.uint8)
     begin = -memory.ctypes.data % 64
@@ -133,10 +133,11 @@ def _empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Returns whether an array of any float type holds no NaN and no infinity.
+    """Returns whether an array of any float type contains neither NaN nor infinity.
 
-    NumPy has no fast `isfinite` for bfloat16: exponent bits are compared, all set if a number is not finite, in pieces that
-    fit into a processor's cache. float8_e4m3fn has no infinity: its NaN has all bits set, to which infinity is cast.
+    NumPy has no fast `isfinite` for bfloat16. This compares exponent bits, which are all set if a number is not finite, in
+    pieces that fit into a processor's cache. float8_e4m3fn has no infinity; its NaN has all bits set, and infinity is cast
+    to it.
     """
     patterns = values.ravel(order="K").view(f"u{values.dtype.itemsize}")
     exponent = np.asarray(np.inf, values.dtype).view(patterns.dtype)[()]
@@ -147,16 +148,16 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...], plane: int | None = None) -> np.ndarray:
-    """Reads one slice of a weight: from the file, a range of the outermost axis and all of the other axes.
+    """Reads one slice of a weight. From the file, it reads a range of the outermost axis and all of the other axes.
 
     Args:
-      plane: index of the tensor's first axis at which the weight is; None: the tensor has no further axis.
+      plane: index along the tensor's first axis at which the weight is; None: the tensor has no additional axis.
     """
     view, part = entry.view(spec), entry.part[0]
     first, *others = (slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order)
     height, width = math.prod(view[: entry.row_axes]), math.prod(view[entry.row_axes :])
     above, left = (part * height, 0) if entry.part_axis == 0 else (0, part * width)
-    below = height // view[0]  # lines of the tensor for each index of the outermost axis
+    below = height // view[0]  # rows of the tensor for each index of the outermost axis
     at = [slice(above + first.start * below, above + first.stop * below), slice(left, left + width)]
     at = at if entry.row_axes < len(view) else at[:1]
     at = [at[0], slice(0, 1), at[1]] if entry.has_middle else at
@@ -165,7 +166,7 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
 
 
 def are_equal(left: Tensor, right: Tensor) -> bool:
-    """Returns whether two matrices have equal numbers; reads a few lines at a time."""
+    """Returns whether two matrices have equal numbers. Reads a few rows at a time."""
     shape = tuple(left.get_shape())
     if shape != tuple(right.get_shape()):
         return False
@@ -175,7 +176,10 @@ def are_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def pair_entries(specs: Any, entries: Any) -> list[tuple[Spec, Entry]]:
-    """Returns each spec with its entry. Raises ValueError for a weight without an entry, or one that orders other axes."""
+    """Returns each spec with its entry.
+
+    Raises ValueError for a weight without an entry, and for an entry whose `order` does not match the weight's axes.
+    """
     flat_entries = dict(jax.tree_util.tree_leaves_with_path(entries, is_leaf=lambda x: isinstance(x, Entry)))
     pairs = []
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
@@ -193,7 +197,7 @@ def pair_entries(specs: Any, entries: Any) -> list[tuple[Spec, Entry]]:
 
 
 def save(path: Path, specs: Any, entries: Any, params: Params, dtype: DTypeLike) -> None:
-    """Writes weights to a safetensors file, in `dtype` unless their spec has one, with one tensor at a time in memory.
+    """Writes weights to a safetensors file, in `dtype` unless their spec has a dtype, with one tensor at a time in memory.
 
     The library's writer needs all tensors at once, and orders metadata at random. Raises ValueError for a wrong shape.
     """
@@ -205,7 +209,7 @@ def save(path: Path, specs: Any, entries: Any, params: Params, dtype: DTypeLike)
             part = _Part(entry, spec, leaf) if i is None else _Part(entry.at(i), inside(spec), leaf, i)
             tensors.setdefault(part.entry.name, []).append(part)
     kinds = {name: parts[0].spec.dtype_in(dtype) for name, parts in tensors.items()}
-    names = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # so that all numbers are aligned
+    names = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))  # largest items first, which aligns all numbers
     header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
     for name in names:
@@ -227,7 +231,7 @@ def save(path: Path, specs: Any, entries: Any, params: Params, dtype: DTypeLike)
 
 
 class _Part(NamedTuple):
-    """A weight, or one index of its first axis, as a tensor on disk or one block of it."""
+    """A weight, or one index of its first axis, as a tensor on disk or as a block of a tensor."""
 
     entry: Entry
     spec: Spec

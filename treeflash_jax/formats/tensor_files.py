@@ -1,4 +1,4 @@
-"""Safetensors folders: one file, or parts with an index."""
+"""Safetensors folders: a single file, or parts with an index."""
 
 import json
 import os
@@ -21,9 +21,9 @@ FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
-    """Opens the tensors of a folder by name, from model.safetensors or the parts of its index; the files close at the end.
+    """Opens a folder's tensors by name, in model.safetensors or the parts of its index; finally closes the files.
 
-    Raises ValueError for files that are missing or damaged, or that lack a tensor which the index lists; an index that
+    Raises ValueError for files that are missing or damaged or lack a tensor that the index lists, and for an index that
     names anything but files of this folder.
     """
     listed = _listed(folder)
@@ -43,7 +43,7 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Float8Tensor:
-    """A float8_e4m3fn tensor of a safetensors file, mapped into memory: the library has no NumPy type for it."""
+    """A float8_e4m3fn tensor of a safetensors file, mapped into memory, because the library has no NumPy type for it."""
 
     path: Path
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Float8Tensor:
 
 
 def _map_float8(path: Path) -> dict[str, Float8Tensor]:
-    """Returns the float8 tensors of a file that the library has checked."""
+    """Returns the float8 tensors of a file. The library must have checked the file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -72,12 +72,12 @@ def _map_float8(path: Path) -> dict[str, Float8Tensor]:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Returns the names of the files that `open_folder` reads, which may be missing. Raises ValueError for a bad index."""
+    """Returns the names of files that `open_folder` reads; some may be missing. Raises ValueError for a bad index."""
     return sorted({*_listed(folder).values()}) or ["model.safetensors"]
 
 
 def names(folder: Path) -> Collection[str]:
-    """Returns the names of a folder's tensors; none if its files are missing or damaged, which `open_folder` reports."""
+    """Returns the names of a folder's tensors; () if its files are missing or damaged, which `open_folder` reports."""
     try:
         if listed := _listed(folder):
             return listed.keys()
@@ -88,7 +88,7 @@ def names(folder: Path) -> Collection[str]:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Returns the file of every tensor by the folder's index; {} without one, or with a whole file, which comes first."""
+    """Returns the file of every tensor in the folder's index; {} without an index, or if there is a whole file."""
     index = folder / "model.safetensors.index.json"
     if not index.exists() or (folder / "model.safetensors").exists():
         return {}
@@ -103,7 +103,7 @@ def _listed(folder: Path) -> dict[str, str]:
 
 
 def _open(path: Path, stack: ExitStack) -> Any:
-    if not os.path.exists(path):  # False for names that no file can have, too
+    if not os.path.exists(path):  # also False for names that no file can have
         raise FileNotFoundError(f"{clipped(path, LONGEST_PATH)} not found; expected a safetensors file there")
     try:
         return stack.enter_context(safe_open(path, framework="np"))

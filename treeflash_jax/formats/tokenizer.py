@@ -1,7 +1,7 @@
 """Encoding and decoding of text with the Hugging Face tokenizer of a model folder.
 
-Tokenizers and chat templates come with models: their errors become one line. Templates run in the sandbox of transformers;
-Ctrl-C stops one that never ends.
+Tokenizers and chat templates come with models. Their errors become one-line errors. Templates run in the sandbox of
+transformers; Ctrl-C stops a template that never ends.
 """
 
 import functools
@@ -17,13 +17,13 @@ from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
 FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
     chat_template.json""".split()
-SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that are visible characters of Latin-1
+SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that Latin-1 shows as visible characters
 UNSEEN = [byte for byte in range(256) if byte not in SEEN]
 BYTES_OF = {chr(byte): byte for byte in SEEN} | {chr(256 + i): byte for i, byte in enumerate(UNSEEN)}
 
 
 class Tokenizer:
-    """Encodes prompts and chats, decodes answers.
+    """Encodes prompts and chats, and decodes answers.
 
     Attributes:
       template: arguments of the chat template, by name; templates ignore unknown ones.
@@ -43,12 +43,12 @@ class Tokenizer:
         arguments = gguf_tokenizer.tokenizer_arguments(gguf_reader.read(path)) if is_gguf else {}
         if not (arguments if is_gguf else (path / "tokenizer.json").exists()):
             return None
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of missing PyTorch, which is not needed
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 
         with _one_line(f"{path}: tokenizer.json or tokenizer_config.json is damaged"):
             inner = PreTrainedTokenizerFast(**arguments) if is_gguf else PreTrainedTokenizerFast.from_pretrained(path)
-            inner.backend_tokenizer.no_truncation()  # transformers would do it later, while another thread encodes
+            inner.backend_tokenizer.no_truncation()  # or transformers does it later, while another thread encodes
             inner.backend_tokenizer.no_padding()
             return cls(inner, template)
 
@@ -57,9 +57,9 @@ class Tokenizer:
         return () if self.inner.eos_token_id is None else (int(self.inner.eos_token_id),)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without a chat template. Raises ValueError for a text that the tokenizer refuses.
+        """Returns the ids of a text, without a chat template. Raises ValueError if the tokenizer refuses the text.
 
-        Warns if the text begins with the token that the tokenizer adds at the start.
+        Warns if the text begins with the token that the tokenizer itself adds at the start.
         """
         ids = self.encode_texts([text])[0]
         if len(ids) > 1 and ids[0] == ids[1] and self.encode_texts([text], add_special_tokens=False)[0] == ids[1:]:
@@ -68,7 +68,7 @@ class Tokenizer:
         return ids
 
     def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Returns the ids of several texts, encoded in parallel. Raises ValueError as `encode`."""
+        """Returns the ids of several texts, encoded in parallel. Raises `encode`'s ValueError."""
         for text in texts:
             _check_characters(text)
         with _one_line("the tokenizer refuses the text"):
@@ -83,12 +83,12 @@ class Tokenizer:
         return self.encode_texts([self.render(messages, **arguments)], add_special_tokens=False)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **arguments: Any) -> str:
-        """Returns a chat as text, by the chat template; with `add_generation_prompt`, it ends with the start of an answer.
+        """Returns a chat as its template writes it. With `add_generation_prompt`, it ends with the start of an answer.
 
         Args:
           **arguments: further arguments of transformers' `apply_chat_template`, and of the template.
 
-        Raises ValueError for no chat template, or a chat that the template refuses.
+        Raises ValueError if there is no chat template, or if it refuses the chat.
         """
         if not self.has_chat_template:
             raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")
@@ -100,12 +100,12 @@ class Tokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
-        """Names of the tokens that `decode` skips, by id."""
+        """Names, by id, of the tokens that `decode` skips."""
         return {id: token.content for id, token in self.inner.added_tokens_decoder.items() if token.special}
 
     @functools.cached_property
     def token_bytes(self) -> dict[int, bytes]:
-        """Bytes that each token stands for, without added tokens. Raises ValueError for other tokenizers."""
+        """Bytes that each token stands for, without added tokens. Raises ValueError for other kinds of tokenizers."""
         decoder = self.inner.backend_tokenizer.decoder
         decoder = {} if decoder is None else json.loads(decoder.__getstate__())  # quicker than the whole tokenizer as JSON
         kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ())) if part}
@@ -123,18 +123,18 @@ class Tokenizer:
 
 
 def _read_byte_level(token: str) -> bytes:
-    """Reads GPT-2's alphabet: a character for each byte, Latin-1's if it is visible."""
+    """Reads GPT-2's alphabet, which has a character for each byte: Latin-1's, if it is visible."""
     return bytes(BYTES_OF[character] for character in token)
 
 
 def _read_sentence_piece(token: str) -> bytes:
-    """Reads tokens such as ▁word, and <0x0A> for a byte."""
+    """Reads tokens of SentencePiece, such as ▁word, and <0x0A> for a byte."""
     is_byte = len(token) == 6 and token.startswith("<0x")
     return bytes([int(token[3:5], 16)]) if is_byte else token.replace("▁", " ").encode()
 
 
 def _check_characters(text: str) -> None:
-    """Raises ValueError for a lone surrogate, which tokenizers crash on."""
+    """Raises ValueError for a lone surrogate, because tokenizers crash on it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -143,7 +143,7 @@ def _check_characters(text: str) -> None:
 
 
 def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> None:
-    """Raises ValueError if two tokenizers differ in the token of any id, added tokens included; None fits any other."""
+    """Raises ValueError if two tokenizers give an id different tokens, added tokens included. None fits any tokenizer."""
     if verifier is None or drafter is None:
         return
     ours, theirs = ({id: token for token, id in tokenizer.inner.get_vocab().items()} for tokenizer in (verifier, drafter))
@@ -159,11 +159,11 @@ def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> 
 
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Converts any error of a tokenizer's libraries, which have no common base class, to a ValueError of one line."""
+    """Converts any error of a tokenizer's libraries to a one-line ValueError: the errors have no common base class."""
     try:
         yield
     except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"  # of Rust code, derived from BaseException
+        is_panic = type(error).__name__ == "PanicException"  # raised by Rust code, derived from BaseException
         if not isinstance(error, Exception) and not is_panic:
             raise
         raise ValueError(f"{what}: {clipped(str(error) or type(error).__name__, 160)}") from None

@@ -1,4 +1,4 @@
-"""Folder of a tree selector: config.json, and float32 weights in model.safetensors."""
+"""Folder of a tree selector: config.json, and model.safetensors with float32 weights."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 
 
 def read_config(folder: str | Path) -> TreeSelectorConfig:
-    """Reads the config of a selector. Raises ValueError, or UnknownSetting, for any other folder."""
+    """Reads the config of a selector. Raises ValueError or UnknownSetting if the folder is not a selector's."""
     path = Path(folder, "config.json")
     expect(os.path.exists(path), "selector", str(folder), "a folder that `python -m train.selector` wrote")
     return build(TreeSelectorConfig, read_json(path), str(path))
 
 
 def load(folder: str | Path, mesh: Mesh | None = None) -> Params:
-    """Returns the weights of a selector. Raises FileNotFoundError or ValueError for missing or damaged ones."""
+    """Returns the weights of a selector. Raises FileNotFoundError or ValueError if they are missing or damaged."""
     config = read_config(folder)
     with tensor_files.open_folder(Path(folder)) as tensors:
         return storage.load(Path(folder), tensors, tree_selector.specs(config), _entries(config), jnp.float32, mesh)
