@@ -1,4 +1,4 @@
-"""Files of results: the records of a run, one answer per line; and JSON files to which commands add results."""
+"""Files of results: JSONL files with a record per answer of a run, and JSON files to which commands add results."""
 
 import os
 import platform
@@ -17,10 +17,11 @@ from treeflash_jax.core.checks import clipped, parse_json, quoted, read_json, wa
 BenchRecord = dict[str, Any]
 
 SCHEMA = 4
-# Settings that are equal in all records of a file. Other settings differ between systems; temperature and seed may vary.
+# Settings that must be equal in all records of a file. Other settings differ between systems. Temperature and seed may
+# vary.
 SHARED = "verifier template quantize max_new_tokens batch_size top_k top_p stop_ids attention".split()
-PEER = "another program"  # builder of systems that are other programs
-RECORD_START = b'{"schema": '  # of every line of results
+PEER = "another program"  # value of "builder" for systems that are other programs
+RECORD_START = b'{"schema": '  # start of every line of results
 
 
 def print_progress(text: str) -> None:
@@ -28,7 +29,7 @@ def print_progress(text: str) -> None:
 
 
 def environment(model: tf.TreeFlash) -> BenchRecord:
-    """Returns versions and hardware. Records that differ in them are never compared."""
+    """Returns versions and hardware. Records with different versions or hardware are never compared."""
     versions = {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()}
     device, count = model.device, 1 if model.mesh is None else model.mesh.size
     hardware = {"backend": device.backend, "device": device.kind, "devices": count, "cores": os.cpu_count()}
@@ -38,9 +39,10 @@ def environment(model: tf.TreeFlash) -> BenchRecord:
 def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[int, BenchRecord]]:
     """Reads the objects of a JSONL file with their line numbers.
 
-    If `start`, with which all lines begin, is given, a last line that was cut off is left out, with a warning.
+    If `start` is given, it is the text with which all lines begin. A last line that was cut off is then left out, with a
+    warning.
 
-    Raises FileNotFoundError, or ValueError for a file that cannot be read, or a line that is no JSON object.
+    Raises FileNotFoundError. Raises ValueError for a file that cannot be read, or a line that is not a JSON object.
     """
     try:
         lines = Path(path).read_bytes().splitlines(keepends=True)
@@ -65,7 +67,7 @@ def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[in
 
 
 def read_records(path: str | Path) -> list[BenchRecord]:
-    """Reads the records of one run. A last record that was cut off is left out.
+    """Reads the records of one run. Leaves out a last record that was cut off.
 
     Raises ValueError for malformed lines, another schema version, or records of several runs.
     """
@@ -82,7 +84,7 @@ def read_records(path: str | Path) -> list[BenchRecord]:
 
 
 def check_one_run(records: Sequence[BenchRecord], path: str | Path) -> None:
-    """Raises ValueError if records differ in settings, versions or hardware, so that they cannot be compared."""
+    """Raises ValueError if records differ in settings, versions or hardware. They could then not be compared."""
     firsts: dict[str, BenchRecord] = {}
     for record in records:
         system = record["system"]
@@ -95,20 +97,20 @@ def check_one_run(records: Sequence[BenchRecord], path: str | Path) -> None:
 
 
 def _conditions(record: BenchRecord, is_same_system: bool) -> BenchRecord:
-    """Returns the fields that are equal in all records of a run, or of one system."""
+    """Returns the fields that must be equal in all records of a run, or of one system."""
     settings = record["settings"]
     names = settings.keys() - {"temperature", "seed"} if is_same_system else SHARED
     return {name: settings.get(name) for name in names} | record["versions"] | record["hardware"]
 
 
 def record_key(record: BenchRecord) -> tuple[str, str, float, int]:
-    """Returns (prompt, system, temperature, seed), which identify a record of a file."""
+    """Returns (prompt, system, temperature, seed), which identifies a record in a file."""
     settings = record["settings"]
     return record["prompt_id"], record["system"], settings["temperature"], settings["seed"]
 
 
 def is_comparable(record: BenchRecord, other: BenchRecord) -> bool:
-    """Returns whether one record is a one-token answer and the other a drafted one that must equal it up to near-ties."""
+    """Returns whether one record is of one-token decoding, and the other's answer must equal it up to near-ties."""
     ours, theirs = record["settings"], other["settings"]
     builders = {ours["builder"], theirs["builder"]}
     rules = {ours["acceptance"], theirs["acceptance"]} - {None, "sample-and-match"}
@@ -117,17 +119,17 @@ def is_comparable(record: BenchRecord, other: BenchRecord) -> bool:
 
 
 def read_kept(path: str | Path | None, *keys: str, inside: bool = False) -> dict[str, Any]:
-    """Reads the JSON file to which a command adds its results; {} for None, or if there is none yet.
+    """Reads the JSON file to which a command adds its results; {} if `path` is None or the file does not exist yet.
 
-    Raises ValueError for a file without these keys or, with `inside`, with values that lack them: such a file is not
-    replaced.
+    Raises ValueError if the file lacks one of `keys`; with `inside`, if one of its values does. Such a file is therefore
+    never replaced.
     """
     if path is None:
         return {}
     files.check_output(path)
     if not Path(path).exists() or not Path(path).stat().st_size:
         return {}
-    with suppress(ValueError, AttributeError):  # no JSON object, or not one of objects
+    with suppress(ValueError, AttributeError):  # no JSON object, or values that are no objects
         kept = read_json(path)
         if all(set(keys) <= part.keys() for part in (kept.values() if inside else [kept])):
             return kept

@@ -1,4 +1,4 @@
-"""Check of losslessness on the user's prompts: compares drafted with one-token decoding, with the same seed."""
+"""Check of losslessness on the user's prompts: compares drafted with one-token decoding at equal seeds."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,22 +27,22 @@ from treeflash_jax.engine.settings.plan import NO_DRAFTER_ADVICE
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 
-NEAR_TIE = 1e-4  # largest change of two logits' difference that counts as rounding, in any dtype, or
-ROUNDINGS = 8  # this number of units of rounding of the larger logit, if larger (as in bfloat16)
+NEAR_TIE = 1e-4  # changes of the difference of two logits up to this count as rounding, or
+ROUNDINGS = 8  # up to this number of rounding units of the larger logit, if that is more (as in bfloat16)
 IDENTICAL, ROUNDING, FAIL = "identical", "equal up to rounding", "FAIL"  # verdicts on drafted answers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """First token at which two answers to one prompt differ.
+    """First token at which two answers to a prompt differ.
 
     Attributes:
-      index: number of generated tokens before it.
-      drafted, plain: token of the drafted and of the one-token answer; None if the answer had ended.
-      gap: difference of the two tokens' logits after one pass over the common prefix, at a temperature above 0 with the
-        noise that decides between them; None if an answer had ended.
-      near_tie: True if rounding explains the difference: products over one and over many tokens round differently. The
-        gap is then small enough for rounding to reverse it, or rounding decides which of the tokens a filter keeps.
+      index: number of generated tokens before this token.
+      drafted, plain: token of the drafted answer and of the one-token answer; None if the answer had ended.
+      gap: difference of the two tokens' logits, from one pass over the common prefix; at a temperature above 0, with the
+        noise that decides between the tokens. None if an answer had ended.
+      near_tie: whether rounding explains the difference: products over one token and over many tokens round differently.
+        Either the gap is so small that rounding can reverse it, or rounding decides which of the tokens a filter keeps.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A prompt decoded with and without drafting, and the first difference; None if the answers are equal."""
+    """A prompt decoded with and without drafting, and the first difference of the answers; None if they are equal."""
 
     drafted: Result
     plain: Result
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens compared: all, or those up to the first difference."""
+        """Number of tokens compared: all tokens, or the tokens up to the first difference."""
         return len(self.plain.ids) if self.divergence is None else self.divergence.index + 1
 
     def record(self, model: TreeFlash) -> dict[str, Any]:
@@ -89,15 +89,15 @@ class Comparison:
 
 
 def compare_decodings(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Comparison]:
-    """Decodes every prompt with and without drafting and compares the answers; see `TreeFlash.generate`.
+    """Decodes every prompt with and without drafting, and compares the answers. `settings` are those of `generate`.
 
     Raises:
-      ValueError: no drafter, builder "none", or an acceptance rule with other samples than one-token decoding at a
-        temperature above 0.
+      ValueError: there is no drafter, the builder is "none", or the temperature is above 0 and the acceptance rule draws
+        other samples than one-token decoding.
     """
     if model.drafter is None:
         raise ValueError(f"nothing to compare: {NO_DRAFTER_ADVICE}")
-    builder = settings.get("builder") or "best-first"  # also on a device where drafting does not pay
+    builder = settings.get("builder") or "best-first"  # drafts even on a device where drafting does not pay
     expect(builder != "none", "builder", "none", "one that drafts: without it there is nothing to compare")
     call = model.prepare(prompts, **settings | {"builder": builder})
     rule = call.plan.rule
@@ -114,7 +114,7 @@ def compare_decodings(model: TreeFlash, prompts: Sequence[Prompt], **settings: A
 
 
 def describe_verdict(comparisons: Sequence[Comparison]) -> str:
-    """Returns the verdict on all answers in words, with the place of the first difference."""
+    """Returns the verdict on all answers in words, with the position of the first difference."""
     differing = [i for i, comparison in enumerate(comparisons) if comparison.verdict != IDENTICAL]
     errors = [i for i in differing if comparisons[i].verdict == FAIL]
     if not differing:
@@ -131,11 +131,12 @@ def describe_verdict(comparisons: Sequence[Comparison]) -> str:
 
 
 def describe_counts(answers: int, identical: int, near_ties: int, tokens: int, dtype: DTypeLike) -> str:
-    """Returns the numbers behind a verdict in words.
+    """Returns in words the numbers on which a verdict is based.
 
     Args:
       answers: number of drafted answers compared with one-token decoding.
-      identical, near_ties: numbers of answers that are identical, and that first differ at a near-tie.
+      identical: number of answers that are identical.
+      near_ties: number of answers whose first difference is a near-tie.
       tokens: number of tokens compared, each answer up to its first difference.
     """
     counts = f"{identical} of {answers} drafted answers identical to one-token decoding, {tokens:,} tokens compared"
@@ -149,7 +150,7 @@ def describe_counts(answers: int, identical: int, near_ties: int, tokens: int, d
 
 
 def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: DTypeLike) -> str:
-    """Returns the verdict of `Comparison` on all answers and the numbers behind it; see `describe_counts`."""
+    """Returns in words the verdict on all answers, as in `Comparison`, and its numbers; see `describe_counts`."""
     verdict = ROUNDING if near_ties else IDENTICAL
     if identical + near_ties < answers:
         verdict = FAIL
@@ -157,14 +158,14 @@ def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: D
 
 
 def describe_reference(quantize: str | None) -> str:
-    """Returns one line that names the verifier whose outputs are reproduced exactly."""
+    """Returns a line with the name of the verifier whose outputs are reproduced exactly."""
     if quantize is None:
         return "exact with respect to the verifier as loaded"
     return f"exact with respect to the {quantize} verifier, whose own answers may differ from those of wider weights"
 
 
 def describe_ends(model: TreeFlash) -> str:
-    """Returns one line that names the tokens that end an answer unless a call has `stop_ids`."""
+    """Returns a line with the tokens that end an answer if a call has no `stop_ids`."""
     ends = [str(i) for i in model.stop_ids]
     if model.tokenizer is not None:
         ends = [f"{i} {quoted(model.tokenizer.inner.convert_ids_to_tokens(i))}" for i in model.stop_ids]
@@ -190,7 +191,7 @@ def find_divergence(
     if None in tokens:
         return Divergence(index=index, drafted=tokens[0], plain=tokens[1])
     prefix = request.ids + plain[:index]
-    padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few shapes, few compilations
+    padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few different shapes need few compilations
     padded[0, : len(prefix)] = prefix
     logits_v = programs.call(
         _logits_at,
@@ -202,7 +203,7 @@ def find_divergence(
         dtype=defaults.choose_residual_dtype(model.device, model.dtype),
     )
     logits_v = np.asarray(logits_v)
-    rounding = np.spacing(np.abs(logits_v[tokens]).max().astype(model.dtype))  # logits may have more bits
+    rounding = np.spacing(np.abs(logits_v[tokens]).max().astype(model.dtype))  # logits may have more bits than this dtype
     tolerance = max(NEAR_TIE, ROUNDINGS * float(rounding))
 
     logits_bnv = jnp.asarray(logits_v, at_least_float32(logits_v.dtype))[None, None]

@@ -1,7 +1,7 @@
-"""Cycles that the compiler for TPUs estimates for the operations of a program, read from its compiled text.
+"""Cycles that the compiler for TPUs estimates for a program's operations, read from the program's compiled text.
 
-The text of a program for another device has none. An estimate is no measurement: it is the sum over operations that run one
-after the other, without the copies that run beside them, such as those of the next weights into on-chip memory.
+For other devices, the text has no estimates. An estimate is not a measurement. It is the sum over operations that run one
+after the other. It leaves out copies that run beside them, for example of the next weights into on-chip memory.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 PHASES = ("draft", "tree", "verify", "accept", "commit")  # named scopes of a round
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-_BITS = {"pred": 8, "f8e4m3fn": 8, "bf16": 16}  # of an element; other types name theirs
+_BITS = {"pred": 8, "f8e4m3fn": 8, "bf16": 16}  # bits of an element; other types have them in their names
 _UNCOUNTED = re.compile(
     rf" (conditional|sort|(?:{'|'.join(COLLECTIVES)})(?:-start)?)\("
     r'|custom_call_target="(TopK)"|%(gather)\S* = .* fusion\('
@@ -23,11 +23,11 @@ class Estimate:
     """Estimated cycles of one iteration of a program's loop.
 
     Attributes:
-      operations: by phase and name of the operation in JAX; equal ones of several layers are one.
-      counts: how often each of them runs.
-      copied: bytes of copies between the chip's memory and that on it, which run beside the operations.
-      missing: operations that have no estimate, by phase and kind: conditionals, loops of unknown length, collectives,
-        sorts, top-k, gathers.
+      operations: cycles by phase and by name of the operation in JAX; equal operations of several layers are added up.
+      counts: number of times that each of these operations runs.
+      copied: bytes of copies between the chip's memory and its on-chip memory, which run beside the operations.
+      missing: operations without an estimate, by phase and kind: conditionals, loops of unknown length, collectives, sorts,
+        top-k, gathers.
     """
 
     operations: Counter[tuple[str, str]]
@@ -43,19 +43,19 @@ class Estimate:
 
 
 def parse(text: str) -> dict[str, str]:
-    """Returns the computations of a compiled program by name, each as its lines; the main one is "ENTRY"."""
+    """Returns the computations of a compiled program by name, each as its lines. The main computation is "ENTRY"."""
     return dict(re.findall(r"^(ENTRY|%?[\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
 
 
 def loop_bodies(computations: dict[str, str]) -> list[str]:
-    """Returns the names of the bodies of the loops in the main computation."""
+    """Returns the names of the loop bodies in the main computation."""
     return re.findall(r" while\(.* body=(%?[\w.-]+)", computations["ENTRY"])
 
 
 def estimate(text: str) -> Estimate:
-    """Returns the estimate of one iteration of the largest loop of a program, from its compiled text.
+    """Returns the estimate for one iteration of a program's largest loop, from the program's compiled text.
 
-    A loop inside counts with its trip count, if its condition is a comparison with a constant.
+    An inner loop counts times its number of iterations if its condition is a comparison with a constant.
     """
     computations, found = parse(text), Estimate(Counter(), Counter(), Counter())
 
@@ -84,14 +84,14 @@ def estimate(text: str) -> Estimate:
 
 
 def _trip_count(condition: str) -> int | None:
-    """Returns the bound of a loop that counts up from 0, as those of JAX do; None if its end depends on data."""
+    """Returns the bound of a loop that counts up from 0, as JAX's loops do; None if its end depends on data."""
     root = re.search(r"ROOT .* compare\((%?[\w.-]+), (%?[\w.-]+)\), direction=LT", condition)
     bound = root and re.search(rf"^ *{re.escape(root[2])} = \S+ constant\((\d+)\)", condition, re.MULTILINE)
     return int(bound[1]) if bound else None
 
 
 def _on_chip_bytes(line: str) -> int:
-    """Returns the bytes of the array in on-chip memory, S(1), of an operation that copies."""
+    """Returns the bytes in on-chip memory, S(1), of the array that an operation copies."""
     array = re.search(r"(\w+)\[([\d,]*)\]\{[^}]*S\(1\)\}", line)
     if not array:
         return 0
@@ -100,7 +100,7 @@ def _on_chip_bytes(line: str) -> int:
 
 
 def _place(line: str) -> tuple[str, str]:
-    """Returns the phase of an operation, and its name in JAX without numbers of layers and names of transformations."""
+    """Returns the phase of an operation, and its JAX name without layer numbers and names of transformations."""
     name = re.search(r'op_name="([^"]*)"', line)
     if not name:
         return "other", "without a name"

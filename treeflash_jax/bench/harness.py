@@ -1,8 +1,8 @@
-"""The harness of all measurements: systems answer prompts in turns, and every answer becomes a record.
+"""The harness of all measurements: systems take turns in answering prompts, and every answer becomes a record.
 
-A `System` is a model with settings of `generate`, a `Peer` another program. All systems answer a batch of prompts before
-the next batch begins, in an order that rotates. The first call of a system and every call that had to compile are warm-up:
-they are repeated, and only the second answer counts.
+A `System` is a model with settings of `generate`; a `Peer` is another program. All systems answer a batch of prompts before
+the next batch begins. Their order rotates. The first call of a system, and every call that had to compile, is a warm-up: it
+is repeated, and only the second answer counts.
 """
 
 import json
@@ -37,7 +37,7 @@ SHOWN = "max_new_tokens batch_size top_k top_p stop_ids attention".split()
 
 
 def is_shown(record: logging.LogRecord) -> bool:
-    """Returns false for the warning that few drafted tokens are accepted: in a benchmark, that is a result."""
+    """Returns False for the warning that few drafted tokens are accepted: in a benchmark, this is a result."""
     return not record.getMessage().startswith("tau is")
 
 
@@ -46,7 +46,7 @@ class System:
     """A named way to answer prompts.
 
     Attributes:
-      config: settings of `generate`; temperature and seed are replaced by the measured values.
+      config: settings of `generate`. Temperature and seed are replaced by the values being measured.
 
     Example:
       >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))
@@ -58,21 +58,21 @@ class System:
     config: tf.GenerateConfig
 
     def answer(self, prompts: list[Prompt], temperature: float, seeds: list[int]) -> list[tf.Result]:
-        """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of the call's.
+        """Answers a batch of prompts, each with its seed. The seconds of a result are its share of the call's seconds.
 
-        Raises KeyboardInterrupt after Ctrl-C while decoding: an incomplete answer is no measurement.
+        Raises KeyboardInterrupt after Ctrl-C while decoding, because an incomplete answer is no measurement.
         """
         config = replace(self.config, temperature=temperature, seed=0)
         with ExitStack() as stack:
             logger.addFilter(is_shown)
             stack.callback(logger.removeFilter, is_shown)
-            results = self.model.generate(prompts, config, seed=seeds, indices=[0] * len(prompts))  # a seed decides alone
+            results = self.model.generate(prompts, config, seed=seeds, indices=[0] * len(prompts))  # only the seed decides
         if any(result.finished == "interrupted" for result in results):
             raise KeyboardInterrupt
         return [replace(result, seconds=result.seconds / len(prompts)) for result in results]
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings as they take effect; settings of drafting are None if nothing is drafted."""
+        """Returns the settings that take effect. Settings of drafting are None if nothing is drafted."""
         model, config, plan = self.model, self.config, self.model.plan(self.config)
         settings: dict[str, Any] = {"verifier": model.names[0], "dtype": str(model.dtype), "quantize": model.quantize}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
@@ -86,12 +86,12 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(System):
-    """A program that is started once and answers lines of JSON on its standard input with lines on its standard output.
+    """A program that is started once. It reads lines of JSON on standard input and answers them on standard output.
 
-    It reads {"prompt": ids, "max_new_tokens": n, "stop_ids": ids} and decodes greedily. It answers {"ids": [...],
-    "seconds": s}, or {"text": "...", "tokens": n, "seconds": s}; seconds include reading the prompt.
+    A question is {"prompt": ids, "max_new_tokens": n, "stop_ids": ids}, to be decoded greedily. The answer is {"ids":
+    [...], "seconds": s}, or {"text": "...", "tokens": n, "seconds": s}. Seconds include reading the prompt.
 
-    `model` and `config`, with which it is compared, give prompt and stop ids.
+    The peer is compared with `model` and `config`, which provide prompt and stop ids.
 
     Example:
       >>> with subprocess.Popen(["python", "other.py"], bufsize=0, stdin=PIPE, stdout=PIPE) as program:
@@ -111,7 +111,7 @@ class Peer(System):
             prompt_ids = model.encode(prompt)
             answer = self._ask({"prompt": prompt_ids, "max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids})
             ids, text, seconds = answer.get("ids", []), answer.get("text"), answer["seconds"]
-            if text is None and model.tokenizer is not None:  # later turns follow it
+            if text is None and model.tokenizer is not None:  # later turns contain it
                 answer_text = AnswerText(model.tokenizer, prompt_ids)
                 answer_text.extend(ids)
                 text = answer_text.text
@@ -132,10 +132,10 @@ class Peer(System):
         return super().settings() | {"builder": PEER, "command": self.command}
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        with suppress(BrokenPipeError):  # it has ended
+        with suppress(BrokenPipeError):  # the program has ended
             self.program.stdin.write(json.dumps(question).encode() + b"\n")
         line = self.program.stdout.readline().decode()
-        with suppress(ValueError, TypeError, KeyError):  # no JSON object with numbers
+        with suppress(ValueError, TypeError, KeyError):  # the line is no JSON object with numbers
             answer = parse_json(line)
             if answer["seconds"] > 0 and isinstance(answer.get("ids", []), list):
                 return answer
@@ -152,15 +152,15 @@ def measure(
     known: Sequence[BenchRecord] = (),
     notify: Callable[[str], None] = print_progress,
 ) -> Iterator[BenchRecord]:
-    """Answers every prompt with every system at all combinations of temperature and seed.
+    """Answers every prompt with every system, for all combinations of temperature and seed.
 
-    Every prompt has its own seed, made from the given seed and its id: prompts are independent, and all systems use the
-    same noise. Answers that drafting must not change are compared with one-token decoding, and every difference is
-    printed on stderr.
+    Each prompt gets a seed that is made from the given seed and the prompt's id. Prompts are therefore independent, and all
+    systems use the same noise. If drafting must not change an answer, it is compared with one-token decoding, and every
+    difference is printed on stderr.
 
     Args:
-      known: records of an earlier run, which are not measured again.
-      notify: receives a line after every call.
+      known: records of an earlier run; they are not measured again.
+      notify: function that gets a line after every call.
     """
     records = {record_key(record): record for record in known}
     warm = set()
@@ -189,7 +189,7 @@ def measure(
 
 
 def answer_turns(system: System, prompts: Sequence[BenchPrompt], temperature: float, seed: int) -> list[list[tf.Result]]:
-    """Answers all turns of prompts, a call per turn, after the answers before it; returns results by prompt and turn."""
+    """Answers all turns of prompts, with a call per turn that has earlier answers. Returns results by prompt and turn."""
     answers: list[list[tf.Result]] = [[] for _ in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         places = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
@@ -203,10 +203,10 @@ def answer_turns(system: System, prompts: Sequence[BenchPrompt], temperature: fl
 def make_record(
     system: System, prompt: BenchPrompt, results: Sequence[tf.Result], temperature: float, seed: int
 ) -> BenchRecord:
-    """Makes the record of one answered prompt. Lists of lists are by turn.
+    """Makes the record of one answered prompt. In lists of lists, the first index is the turn.
 
-    `accept_lengths` count what rounds added to the answers, and `cut` what the last round of a turn accepted after its end;
-    `tokens` includes the token of every turn's prefill.
+    `accept_lengths` counts the tokens that rounds added to the answers. `cut` counts the tokens that the last round of a
+    turn accepted after the answer's end. `tokens` includes the token that prefill gives in every turn.
     """
     settings = system.settings() | {"temperature": temperature, "seed": seed}
     record = {"schema": SCHEMA, "prompt_id": prompt.id, "prompt_hash": prompt.hash, "prompt_set": prompt.set}
@@ -214,7 +214,7 @@ def make_record(
     record["texts"] = [result.text for result in results]
     for name in ("accept_lengths", "cut", "ids"):
         record[name] = [getattr(result, name) for result in results]
-    # Some programs give no ids.
+    # Some programs return no ids.
     record["tokens"] = sum(len(result.ids) or round(result.tokens_per_second * result.seconds) for result in results)
     return record | {"seconds": sum(result.seconds for result in results), **environment(system.model)}
 
@@ -226,9 +226,9 @@ def find_differences(
     prompt: BenchPrompt,
     results: Sequence[tf.Result],
 ) -> dict[str, dict[str, Any]]:
-    """Compares a drafted with a one-token answer to the same prompt, and prints how they differ.
+    """Compares a drafted answer with the one-token answers to the same prompt, and prints how they differ.
 
-    Returns {"turn"} and the fields of `check.Divergence` by system, without systems of the same answer.
+    Returns {"turn"} and the fields of `check.Divergence` for each system with a different answer.
     """
     differing, settings = {}, record["settings"]
     sampling = {name: settings[name] for name in ("temperature", "top_k", "top_p")}

@@ -2,9 +2,9 @@
 
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 
-Every combination of batch, context, attention and nodes is measured, with one batch and context in turns. Times are
-median milliseconds, with quartiles; prefill's is per prompt token of all sequences. The output file is written after every
-batch and context, and keeps results of other settings.
+Every combination of batch, context, attention and nodes is measured. For each batch and context, the other combinations
+take turns. Times are medians in milliseconds, with quartiles; prefill's is per prompt token of all sequences. The output
+file is written after every batch and context, and keeps results of other settings.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.quantized import NONE
 
 SCHEMA = 4
-SAME = ("settings", "versions", "hardware")  # of results that replace each other
+SAME = ("settings", "versions", "hardware")  # results replace each other if these are equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
             results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
         if arguments.out:
             files.write(arguments.out, json.dumps({"schema": SCHEMA, "results": results}, indent=1) + "\n")
-        del benches  # their memory
+        del benches  # frees their memory
     return 0
 
 
 def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
-    """Returns a pair of the requested sizes and head with random weights."""
+    """Returns a pair with random weights, of the requested sizes and head."""
     shape = arguments.shape or "tiny"
     verifier, drafter = shapes.find_pair(shape, arguments.drafter_shape)
     if arguments.head and "head" in drafter.settings:
@@ -99,9 +99,9 @@ def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
 
 
 def make_plans(model: tf.TreeFlash, arguments: argparse.Namespace, attention: str | None) -> list[DecodePlan]:
-    """Makes the plans that `generate` would run with this attention, by increasing number of nodes."""
+    """Makes the plans that `generate` would run with this attention, in increasing order of nodes."""
     fields, plans = option_values(arguments, GenerateConfig) | {"attention": attention}, {}
-    fields["builder"] = fields["builder"] or "best-first"  # also if drafting does not pay
+    fields["builder"] = fields["builder"] or "best-first"  # drafts even if it does not pay
     for nodes in arguments.nodes or [None]:
         plan = model.plan(GenerateConfig(**fields | {"nodes": nodes}))
         if not plan.drafts:
@@ -114,7 +114,7 @@ def make_plans(model: tf.TreeFlash, arguments: argparse.Namespace, attention: st
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the settings, a table of the phases, and the time of rounds over one-token steps."""
+    """Prints the settings, a table of the phases, and the ratios of round times to the time of a one-token step."""
     settings, hardware, phases = result["settings"], result["hardware"], result["phases"]
     shown = {name: value for name, value in settings.items() if value is not None} | result["versions"]
     terminal.show(", ".join(f"{name} {value}" for name, value in shown.items()))

@@ -43,7 +43,7 @@ from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import verifier
 from treeflash_jax.models.quantized import NONE
 
-# Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory of a multiprocessor.
+# Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory per multiprocessor.
 # Source: NVIDIA's data sheets.
 GPUS = {"a100": (108, 8, 40 * 2**20, 167_936), "h100": (132, 9, 50 * 2**20, 233_472), "h200": (132, 9, 50 * 2**20, 233_472)}
 _GPU_TARGET = """
@@ -64,7 +64,7 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions(shapes.Shapes):
-    """A request, and the devices that serve it."""
+    """A request, and the devices that are to serve it."""
 
     batch: int = setting(1, "sequences decoded together", least=1, unit="sequences")
     context: int = setting(4096, "positions of the caches of a sequence", least=1, unit="tokens")
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def request_name(result: dict[str, Any]) -> str:
-    """Returns the name of a result, under which a file keeps it: what was asked for, except for details of the tree."""
+    """Returns the name under which a file keeps a result: the requested sizes, without details of the tree."""
     words = [result["shape"], result["topology"], "x".join(map(str, result["mesh"].values())), f"batch {result['batch']}"]
     words += [f"drafted by {result['drafter']}"] if result.get("drafter") else []
     words += [f"schemas of {result['schema_states']} states"] if result.get("schema_states") else []
@@ -155,9 +155,9 @@ def compile_programs(
     quantize: str | None = None,
     sizes: SamplingSizes | None = None,
 ) -> tuple[Compiled, Compiled]:
-    """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
+    """Compiles the prefill and decode programs of a plan for the mesh's devices. This needs shapes only, no arrays.
 
-    Raises ValueError if the compiler finds no room for them.
+    Raises ValueError if the compiler reports that they do not fit.
     """
 
     def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -182,10 +182,10 @@ def compile_programs(
 
 
 def count_launches(text: str) -> int:
-    """Returns the number of operations that one iteration of a program's loop launches, from its compiled text.
+    """Returns the number of operations that one iteration of a program's loop launches, from the program's compiled text.
 
-    These are fusions, calls of kernels, sorts and copies: about one kernel each. Conditionals and inner loops count
-    nothing; of several loops, the largest counts.
+    These are fusions, kernel calls, sorts and copies, each about one kernel. Conditionals and inner loops count as nothing.
+    If the program has several loops, the largest counts.
     """
     computations = cycles.parse(text)
     bodies = [computations[name] for name in cycles.loop_bodies(computations)]
@@ -193,11 +193,11 @@ def count_launches(text: str) -> int:
 
 
 def estimate_times(text: str, device: Device, read: int, operations: int = 0) -> dict[str, Any]:
-    """Returns the milliseconds of a round on a TPU as its compiler estimates them, for a record.
+    """Returns the milliseconds of a round on a TPU, as its compiler estimates them, for a record.
 
     Args:
-      text: of the compiled rounds.
-      read: bytes of the weights and caches.
+      text: text of the compiled rounds.
+      read: number of bytes of the weights and caches.
       operations: number of operations to list.
     """
     estimate, per_cycle = cycles.estimate(text), 1e3 / device.clock
@@ -241,7 +241,7 @@ def describe_estimate(times: dict[str, Any], what: str) -> list[str]:
 
 
 def _read_programs(prefill: Compiled, decode: Compiled, needs: Footprint) -> dict[str, int]:
-    """Returns the bytes on each device by part, including the compiler's reports on both programs."""
+    """Returns the bytes on each device by part, including what the compiler reports for both programs."""
     of_prefill, of_round = prefill.memory_analysis(), decode.memory_analysis()
     held = of_round.argument_size_in_bytes + of_round.output_size_in_bytes - of_round.alias_size_in_bytes
     resident = max(held, needs.total)
@@ -251,7 +251,7 @@ def _read_programs(prefill: Compiled, decode: Compiled, needs: Footprint) -> dic
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Mesh | AbstractMesh, int | None, Device]:
-    """Returns the mesh, the bytes of a device, and the kind of device whose defaults the programs have."""
+    """Returns the mesh, the bytes of a device, and the kind of device whose defaults the programs use."""
     limit, device, count = describe_topology(arguments.topology)
     if arguments.no_compile:
         ways = sharding.parse_sizes(arguments.mesh or f"1x{count}")
@@ -275,9 +275,10 @@ def describe_topology(topology: str | None) -> tuple[int | None, Device, int]:
 
 
 def find_devices(topology: str | None) -> list[jax.Device]:
-    """Returns the devices at hand, or those of a topology: TPUs (v5e:4x4), or GPUs of one machine (h200, h200:8).
+    """Returns the devices of this machine, or of a topology: TPUs (v5e:4x4), or GPUs of one machine (h200, h200:8).
 
-    With a topology, the devices at hand stay unused. Raises ValueError if it is unknown or has no compiler here.
+    If a topology is given, the devices of this machine are not used. Raises ValueError if the topology is unknown, or if it
+    has no compiler here.
     """
     if topology is None:
         return jax.devices()

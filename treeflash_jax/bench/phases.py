@@ -1,11 +1,12 @@
-"""The phases of decoding as separate programs, and the device time of each.
+"""The phases of decoding as separate programs, with the device time of each.
 
-The timed programs are those of decoding: `prefill` and `decode` as they are shipped (a whole round and a one-token step are
-rounds of `decode`'s loop on the device), and the functions that `rounds.decode_round` is composed of, each compiled alone.
+The timed programs are the programs of decoding. `prefill` and `decode` are timed as they are shipped: a whole round, or a
+one-token step, is an iteration of `decode`'s loop on the device. The functions of which `rounds.decode_round` consists are
+compiled and timed separately.
 
-A sample is many calls enqueued back to back before the clock waits, so that dispatch is hidden behind the device. Samples
-of all phases are interleaved. Rounds and commits begin every sample with a copy of the state after the prompts, so contexts
-stay within ROUNDS rounds of the request.
+A sample consists of many calls, which are all enqueued before the clock waits, so the device hides the time of dispatch.
+Samples of all phases alternate. Each sample of rounds or commits begins with a copy of the state after the prompts, so
+contexts exceed the requested length by ROUNDS rounds at most.
 
 Shape suffixes: b batch, n tree nodes.
 """
@@ -34,8 +35,8 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, round_capacity
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 
-CALLS = 64  # maximal number of calls in a sample
-ROUNDS = 16  # maximal number of rounds or commits in a sample: they lengthen the context
+CALLS = 64  # largest number of calls in a sample
+ROUNDS = 16  # largest number of rounds or commits in a sample, since they lengthen the context
 SAMPLE_SECONDS = 0.05
 
 VERIFY = jax.jit(verify_tree, static_argnames="plan")
@@ -47,13 +48,13 @@ copied = programs.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 @partial(jax.jit, static_argnames="plan")
 def compute_draft(weights, state, plan):
-    """Returns the arrays that a draft computes. Weights and caches that its expander passes on would be copied."""
+    """Returns the arrays that a draft computes. Omits weights and caches of its expander, because they would be copied."""
     return computed_leaves(draft_expander(weights, state, plan), (weights, state))
 
 
 @partial(jax.jit, static_argnames="plan")
 def compute_tree(weights, state, computed, plan):
-    """Builds the tree from the arrays of `compute_draft`. The compiler drops the draft that is traced here again."""
+    """Builds the tree from the arrays of `compute_draft`. The draft is traced here again, but the compiler drops it."""
     expander = draft_expander(weights, state, plan)
     leaves = computed_leaves(expander, (weights, state))
     given = {id(leaf): array for leaf, array in zip(leaves, computed, strict=True)}
@@ -68,14 +69,14 @@ def computed_leaves(tree: Any, inputs: Any) -> list[Any]:
 
 @dataclass
 class Phase:
-    """One phase of one configuration, and its times.
+    """A phase of a configuration, and its times.
 
     Attributes:
-      nodes: nodes of the tree; None if the phase does not depend on them.
-      make_enqueue: returns, for a number of calls, a function that enqueues them and returns arrays to wait for.
-      most: maximal number of calls per sample.
-      units: divides the time of a call (tokens of a prefill).
-      seconds: time of one unit, per sample.
+      nodes: number of nodes of the tree; None if the phase does not depend on it.
+      make_enqueue: function of a number of calls; returns a function that enqueues them and returns arrays to wait for.
+      most: largest number of calls per sample.
+      units: number by which the time of a call is divided (prompt tokens of a prefill).
+      seconds: time of a unit, for each sample.
     """
 
     name: str
@@ -98,14 +99,14 @@ class Phase:
         self.calls = min(self.most, math.ceil(SAMPLE_SECONDS / seconds))
 
     def summarise(self) -> dict[str, Any]:
-        """Returns milliseconds (median and quartiles) of one call or token."""
+        """Returns milliseconds (median and quartiles) of a call or token."""
         low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
         times = {"ms": median, "low_ms": low, "high_ms": high}
         return {"phase": self.name, "nodes": self.nodes, **times, "samples": len(self.seconds), "calls": self.calls}
 
 
 class Bench:
-    """A batch of sequences that have read `context` random tokens, and every phase of every plan over them, warm.
+    """A batch of sequences that have read `context` random tokens, and all phases of all plans over them, compiled.
 
     Attributes:
       state: the state after the prompts.
@@ -117,9 +118,9 @@ class Bench:
         """Compiles and runs everything once.
 
         Args:
-          plans: plans that draft; they differ only in nodes and the defaults that follow from them.
+          plans: plans that draft. They may differ only in the number of nodes, and in defaults that depend on it.
 
-        Raises ValueError for a context that leaves no room for timed rounds, or too little memory on the devices.
+        Raises ValueError if the context leaves no room for timed rounds, or if the devices have too little memory.
         """
         self.model, self.plans = model, list(plans)
         self.where, self.phases = f"batch {batch}, context {context}", list[Phase]()
@@ -136,7 +137,7 @@ class Bench:
             self._add_phases(weights, self.state)
 
     def _add_phases(self, weights: Weights, state: DecodeState) -> None:
-        """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""
+        """Compiles phase by phase. Each phase gets the values and layouts that the previous phase's program returned."""
         self._add_rounds("step", None, state.replace(drafter=None), self.plans[0].one_token())
         for plan in self.plans:
             add = partial(self._add, plan=plan, nodes=plan.num_nodes)
@@ -156,7 +157,7 @@ class Bench:
         nodes: int | None = None,
         units: int = 1,
     ) -> Any:
-        """Adds a phase whose calls have equal arguments; returns their output."""
+        """Adds a phase whose calls all have the same arguments. Returns their output."""
         program = self._compile(function, *arguments, plan=plan)
 
         def enqueue(calls: int) -> Any:
@@ -168,13 +169,13 @@ class Bench:
         return jax.block_until_ready(enqueue(1))
 
     def _add_rounds(self, name: str, nodes: int | None, state: DecodeState, plan: DecodePlan) -> None:
-        """Adds rounds of `decode`; one call runs all rounds of a sample."""
+        """Adds rounds of `decode`. A single call runs all rounds of a sample."""
         arguments = self.model.weights, state, jnp.int32(1)
         program = self._compile(loops.decode, *arguments, plan=plan)
         self._add_moving(name, nodes, state, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
 
     def _add_commits(self, plan: DecodePlan, verified: Verified, accepted: Accepted) -> None:
-        """Adds repeated commits of one path, each after the previous commit."""
+        """Adds repeated commits of the same path, each after the previous commit."""
         weights, others = self.model.weights, (verified, accepted)
         program = self._compile(COMMIT, weights, self.state, *others, plan=plan)
 
@@ -186,7 +187,7 @@ class Bench:
         self._add_moving("commit", plan.num_nodes, self.state, enqueue)
 
     def _add_moving(self, name: str, nodes: int | None, state: DecodeState, enqueue: Any) -> None:
-        """Adds a phase that changes the state: every sample has a copy of it, which `enqueue` donates."""
+        """Adds a phase that changes the state. Every sample has a copy of the state, which `enqueue` donates."""
 
         def make_enqueue(calls: int) -> Callable[[], Any]:
             return partial(enqueue, jax.block_until_ready(copied(state)), calls)
@@ -199,7 +200,7 @@ class Bench:
 
 
 def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]]:
-    """Takes samples of all phases of several benches in turns, in rotating order; returns a summary for each bench."""
+    """Takes samples of all phases of several benches in turns, in rotating order. Returns the summaries of each bench."""
     phases = [phase for bench in benches for phase in bench.phases]
     with running(benches[0].model.mesh, benches[0].where):
         for phase in phases:
@@ -213,7 +214,7 @@ def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]
 
 @contextmanager
 def running(mesh: Mesh | None, where: str) -> Iterator[None]:
-    """Enters the mesh, and turns exhausted memory into a ValueError of one line."""
+    """Enters the mesh, and converts an out-of-memory error to a one-line ValueError."""
     try:
         with sharding.ambient(mesh):
             yield

@@ -1,4 +1,4 @@
-"""Prompts of a benchmark, as JSON lines of {"id", "turns": [...]} or any form of `read_messages`."""
+"""Prompts of a benchmark: JSON lines of {"id", "turns": [...]}, or of any form of `read_messages`."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ from treeflash_jax.bench.bench_records import read_jsonl
 from treeflash_jax.engine.call.prompts import Prompt, read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
-PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks
+PUBLISHED_DRAW = 42  # the published benchmarks choose prompts by random.Random(42).sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """A prompt: user turns, perhaps with a system message, or token ids.
+    """A prompt: user turns, possibly with a system message, or token ids.
 
-    `hash` identifies its text. `set` is the name of its file if there are several.
+    `hash` identifies the prompt's text. `set` is the name of its file if there are several files.
 
     Example:
       >>> BenchPrompt(id="words-1", turns=("A box holds 6 pens. How many do 3 boxes hold?",)).hash
@@ -37,12 +37,12 @@ class BenchPrompt:
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
     def seed(self, seed: int) -> int:
-        """Makes the seed of this prompt's random numbers from a seed and the prompt's id."""
+        """Makes the seed of this prompt's random numbers, from a seed and the prompt's id."""
         return zlib.crc32(f"{seed} {self.id}".encode())
 
 
 def choose_prompts(paths: Sequence[str | Path], limit: int | None = None) -> list[BenchPrompt]:
-    """Reads up to `limit` prompts of each file; with several files, ids begin with the name of their file."""
+    """Reads up to `limit` prompts of each file. If there are several files, ids begin with the name of the file."""
     sets = {Path(path).stem: draw(read_prompts(path), limit) for path in paths}
     if len(sets) < len(paths):
         raise ValueError(f"got --prompts {' '.join(map(str, paths))}, expected files of different names")
@@ -52,9 +52,10 @@ def choose_prompts(paths: Sequence[str | Path], limit: int | None = None) -> lis
 
 
 def read_prompts(path: str | Path) -> list[BenchPrompt]:
-    """Reads prompts from a JSONL file, in any form of `read_messages`; answers in it are left out.
+    """Reads prompts from a JSONL file, in any form of `read_messages`. Leaves out the file's answers.
 
-    A prompt without an id is named after the file and its line number. Raises ValueError for any other file, by line.
+    A prompt without an id is named after the file and its line number. Raises ValueError, with the line, for any other
+    file.
     """
     prompts: dict[str, BenchPrompt] = {}
     for number, value in read_jsonl(path):
@@ -78,18 +79,18 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
 
 
 def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
-    """Draws `limit` of the prompts, in their order, as the published benchmarks do; all if None."""
+    """Draws `limit` of the prompts, as the published benchmarks do, and keeps their order. None: returns all prompts."""
     if limit is None or limit >= len(prompts):
         return prompts
     return [prompts[i] for i in sorted(random.Random(PUBLISHED_DRAW).sample(range(len(prompts)), limit))]
 
 
 def make_chat(prompt: BenchPrompt, answers: Sequence[str | None]) -> Prompt:
-    """Makes the prompt of the turn after these answers, in a form that `generate` takes."""
+    """Makes the prompt of the turn that follows these answers, in a form that `generate` takes."""
     if prompt.ids is not None:
         return prompt.ids
     if len(prompt.turns) == 1 and prompt.system is None:
-        return prompt.turns[0]  # also for verifiers without a chat template
+        return prompt.turns[0]  # works also for verifiers without a chat template
     chat = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     for turn, answer in zip(prompt.turns, answers, strict=False):
         chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]

@@ -21,8 +21,8 @@ from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, conclude
 from treeflash_jax.core.settings import add_options, setting
 from treeflash_jax.core.terminal import Console
 
-RESAMPLES = 2000  # of the bootstrap
-WIDTH = 140  # of tables that do not go to a terminal
+RESAMPLES = 2000  # number of resamples in the bootstrap
+WIDTH = 140  # width of tables that do not go to a terminal
 Answers = dict[tuple[str, int], BenchRecord]  # records of one system at one temperature, by (prompt, seed)
 
 
@@ -57,14 +57,14 @@ def print_report(arguments: argparse.Namespace) -> int:
 
 
 def summarise(records: Sequence[BenchRecord], *, against: str | None = None) -> dict[str, Any]:
-    """Computes all that the tables show.
+    """Computes everything that the tables show.
 
     Args:
-      against: system that tau ratios divide by; "marginal", the default, means the tree of the same number of nodes.
+      against: system by which tau ratios divide; "marginal", the default, is the marginal tree with as many nodes.
 
     Returns:
-      {"settings", "versions", "hardware", "systems"}: an entry per set of prompts, temperature and system. Ratios are
-      {"value", "low", "high", "answers"}, or None if the other system is missing.
+      {"settings", "versions", "hardware", "systems"}, with an entry in "systems" for each set of prompts, temperature and
+      system. A ratio is {"value", "low", "high", "answers"}, or None if the other system is missing.
 
     Raises ValueError for an unknown system.
     """
@@ -110,10 +110,10 @@ def _summarise_system(name: str, systems: dict[str, Answers], against: str) -> d
 
 
 def _find_other(name: str, systems: dict[str, Answers], against: str) -> str | None:
-    """Returns the system `against`, or the tree of that name with the same nodes and drafter; None if there is none."""
+    """Returns the system `against`, or the tree with this name and the same nodes and drafter; None if there is neither."""
     settings = _settings(systems[name])
     for other in systems:
-        tree = other.partition(", ")[0].partition("@")[0]  # without drafter and drafter temperature
+        tree = other.partition(", ")[0].partition("@")[0]  # name without drafter and drafter temperature
         is_alike = _settings(systems[other])["drafter"] == settings["drafter"]
         if other != name and (other == against or (is_alike and tree in (against, f"{against}-{settings['nodes']}"))):
             return other
@@ -121,7 +121,7 @@ def _find_other(name: str, systems: dict[str, Answers], against: str) -> str | N
 
 
 def _acceptance_by_depth(records: Sequence[BenchRecord]) -> list[float]:
-    """Returns the share of rounds that accept at least 1, 2, ... draft tokens, also beyond the end of an answer."""
+    """Returns the share of rounds that accept at least 1, 2, ... draft tokens. Tokens after an answer's end count, too."""
     lengths = []
     for record in records:
         for turn, cut in zip(record["accept_lengths"], record["cut"], strict=True):
@@ -130,12 +130,13 @@ def _acceptance_by_depth(records: Sequence[BenchRecord]) -> list[float]:
 
 
 def _compare_answers(pairs: Sequence[tuple[BenchRecord, BenchRecord]]) -> dict[str, Any]:
-    """Sums up how answers differ from the one-token answers to the same prompts, with which they are paired.
+    """Summarizes how answers differ from their one-token answers, in pairs with the same prompt.
 
-    Returns {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to
-    the first difference. The last three are None for systems that draw other samples or have another dtype.
+    Returns {"compared", "identical", "compared_tokens", "near_ties", "verdict"}. The first two are numbers of answers;
+    tokens are counted up to the first difference. The last three are None for systems that draw other samples or have
+    another dtype.
     """
-    keys = ("ids" if all(x["ids"]) and all(y["ids"]) else "texts" for x, y in pairs)  # some programs give no ids
+    keys = ("ids" if all(x["ids"]) and all(y["ids"]) else "texts" for x, y in pairs)  # some programs return no ids
     differing = [(x, y) for (x, y), key in zip(pairs, keys, strict=True) if x[key] != y[key]]
     summary: dict[str, Any] = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
     summary |= dict.fromkeys(("compared_tokens", "near_ties", "verdict"))
@@ -158,10 +159,10 @@ def _settings(answers: Answers) -> dict[str, Any]:
 
 
 def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str) -> dict[str, Any] | None:
-    """Computes (sum of top / sum of bottom) of one system over another's, with a paired bootstrap interval.
+    """Divides the sum of `top` over one system by the sum of `bottom` over another, with a paired bootstrap interval.
 
-    `top` and `bottom` are names in the records; only a (prompt, seed) that both systems have counts. Returns
-    {"value", "low", "high", "answers"}; None without a common answer or if a sum is zero. One prompt has no interval.
+    `top` and `bottom` are names in the records. Only pairs (prompt, seed) that both systems have count. Returns {"value",
+    "low", "high", "answers"}; None if there is no common answer or a sum is zero. A single prompt gives no interval.
     """
     common = sorted(mine.keys() & theirs.keys())
     prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in common))}
@@ -178,7 +179,7 @@ def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str) -> dict[
     if len(prompts) > 1:
         share = np.full(len(prompts), 1 / len(prompts))
         counts = np.random.default_rng(0).multinomial(len(prompts), share, size=RESAMPLES)  # [resamples, prompts]
-        with np.errstate(invalid="ignore"):  # a resample of prompts without rounds has no ratio
+        with np.errstate(invalid="ignore"):  # a resample may contain only prompts without rounds, which have no ratio
             ratios = divide(sums @ counts.T)
         ratio["low"], ratio["high"] = (float(x) for x in np.nanpercentile(ratios, (2.5, 97.5)))
     return ratio
@@ -209,7 +210,7 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _describe(summary: dict[str, Any]) -> str:
-    """Returns the settings, what the columns mean, and the verdict."""
+    """Returns the settings, the meaning of the columns, and the verdict."""
     settings, hardware = summary["settings"], summary["hardware"]
     quantized = f"{settings['quantize']} verifier, " if settings["quantize"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
@@ -223,7 +224,7 @@ def _describe(summary: dict[str, Any]) -> str:
 
 
 def conclusion(summary: dict[str, Any]) -> str:
-    """Returns the verdict on systems that drafting must not change; "" if there are none."""
+    """Returns the verdict on systems whose answers drafting must not change; "" if there are none."""
     if not (judged := [system for system in summary["systems"] if system["verdict"]]):
         return ""
     names = "compared", "identical", "near_ties", "compared_tokens"
@@ -238,7 +239,7 @@ def table_console() -> Console:
 
 
 def make_table(title: str, columns: Sequence[str]) -> Table:
-    """Makes an empty table. Columns of numbers keep their width; those marked with * hold names, which may be folded."""
+    """Makes an empty table. Columns of numbers keep their width. Columns marked with * have names, which may be folded."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
         how = {"overflow": "fold"} if column.startswith("*") else {"justify": "right", "no_wrap": True}

@@ -37,7 +37,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "treeflash": {"ngrams": 0},
     "joined": {"ngrams": 8},
 }
-NAME = re.compile(r"([a-z]+)(?:-(\d+))?(?:@(\d+\.?\d*))?((?::\w+=[^:]+)*)")  # as in treeflash-32@0.7:builder=skeleton
+NAME = re.compile(r"([a-z]+)(?:-(\d+))?(?:@(\d+\.?\d*))?((?::\w+=[^:]+)*)")  # for example treeflash-32@0.7:builder=skeleton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ModelOptions, ["verifier"])
     add_options(parser, RunOptions, several=several, systems=list(SYSTEMS))
     add_options(parser, ModelOptions, ["dtype", "quantize", "thinking", "template"])
-    by_name = {"head", "builder", "acceptance", "drafter_temperature"}  # chosen by the names of systems
+    by_name = {"head", "builder", "acceptance", "drafter_temperature"}  # settings that the names of systems choose
     options = {*field_names(GenerateConfig, "drafting", "tree")} - by_name
     options |= {"max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop_ids", "batch_size", "attention", "kernels"}
     defaults = {"nodes": [16], "temperature": [0.0], "seed": [0], "batch_size": 1}
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Returns fields of GenerateConfig by system name; a tree without a number of nodes in its name gets each of `nodes`.
+    """Returns fields of GenerateConfig by system name. A tree without a number of nodes in its name gets each of `nodes`.
 
     Raises ValueError for an unknown system or setting.
     """
@@ -112,7 +112,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
 
 
 def run_comparison(arguments: argparse.Namespace) -> int:
-    """Measures the answers that the output file lacks, then prints the summary of all of them."""
+    """Measures the answers that the output file lacks, then prints the summary of all answers."""
     chosen = parse_systems(arguments.systems, arguments.nodes)
     if arguments.prompt_ids is not None and arguments.prompts:
         raise ValueError("got --prompt-ids and --prompts, expected one of them")
@@ -132,7 +132,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
             config = replace(base.config, builder="none")
             measured.append(Peer(name=name, model=base.model, config=config, command=command, program=program))
         refuse_mismatches(measured, prompts, records, arguments.out)
-        files.write(arguments.out, "".join(json.dumps(record) + "\n" for record in records))  # without a cut one
+        files.write(arguments.out, "".join(json.dumps(record) + "\n" for record in records))  # drops a cut one
         output = stack.enter_context(open(arguments.out, "a", encoding="utf-8"))
         known = tuple(records)
         for record in harness.measure(measured, prompts, temperatures=temperatures, seeds=seeds, known=known):
@@ -145,7 +145,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
 
 
 def parse_others(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[str, str]:
-    """Returns the commands of other programs by name."""
+    """Returns the commands of other programs, by name."""
     others = dict[str, str]()
     for other in arguments.other:
         name, _, command = other.partition("=")
@@ -158,10 +158,10 @@ def parse_others(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[
 
 
 def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
-    """Loads the verifier with every drafter, and makes the systems; equal settings of one drafter make only one.
+    """Loads the verifier with every drafter, and makes the systems. Systems of a drafter with equal settings become one.
 
-    With several drafters, a system's name ends with its drafter. A drafter gets only the options that it knows, and no
-    system whose name demands an option unknown to it.
+    With several drafters, a system's name ends with its drafter. A drafter gets only the options that it knows. It gets no
+    system whose name requires an option that it does not know.
     """
     verifier = choose_verifier(arguments.verifier)
     words = arguments.drafter or [pairs.default_drafter(verifier, pairs.locate(verifier))]
@@ -173,7 +173,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     systems: dict[str, System] = {}
     for label, drafter in labels.items():
         model = load_model(arguments, verifier=verifier, drafter=drafter)
-        for other in systems.values():  # keeps one copy of the verifier
+        for other in systems.values():  # all share one copy of the verifier
             model.weights = model.weights.replace(verifier=other.model.weights.verifier)
         missing = known - {*model.drafter.settings}
         for name, system in chosen.items():
@@ -184,7 +184,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
             config = GenerateConfig(**{key: value for key, value in settings.items() if key not in dropped})
             ending = f", {label}" if len(labels) > 1 and config.builder != "none" else ""
             new = System(name=name + ending, model=model, config=config)
-            systems.setdefault(json.dumps([ending, new.settings()]), new)  # settings of no effect are refused
+            systems.setdefault(json.dumps([ending, new.settings()]), new)  # settings without effect raise errors
     return list(systems.values())
 
 

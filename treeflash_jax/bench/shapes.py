@@ -1,4 +1,4 @@
-"""Sizes of known models by name, so that programs can be timed or compiled without weight files.
+"""Sizes of known models by name, for timing and compiling programs without weight files.
 
 Sources: the models' config.json files, or transformers' defaults for Qwen3.5-9B and Qwen3.6-35B-A3B; DFlash (arXiv
 2602.06036) for the drafters.
@@ -67,7 +67,7 @@ def _config(hidden_size: int, intermediate_size: int, num_layers: int, num_heads
 
 
 def _qwen3_5(num_layers: int, value_heads: int) -> dict[str, Any]:
-    """Returns the common sizes of Qwen3.5 and Qwen3.6. Every fourth layer has full attention, others gated delta rules."""
+    """Returns the sizes that Qwen3.5 and Qwen3.6 share. Every fourth layer has full attention, the others delta rules."""
     types = ("linear_attention", "linear_attention", "linear_attention", "full_attention") * (num_layers // 4)
     delta = DeltaSizes(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, conv_width=4)
     return _QWEN3_5 | dict(layer_types=types, delta=delta)
@@ -78,13 +78,13 @@ def _gpt_oss(num_layers: int) -> dict[str, Any]:
 
 
 def _gemma4(family: Architecture, **keys: Any) -> ModelConfig:
-    """Returns the sizes of a config.json, in which every sixth layer has full attention."""
+    """Returns the sizes in a config.json whose every sixth layer has full attention."""
     common = {"vocab_size": 262_144, "head_dim": 256, "global_head_dim": 512, "final_logit_softcapping": 30.0}
     return family.read(Keys(common | {"eos_token_id": [1, 106]} | keys, "shape"))
 
 
 def _dense_gemma4(width: int, ffn: int, num_layers: int, heads: tuple[int, int, int]) -> dict[str, Any]:
-    """Returns keys of the models without inputs of each layer; heads: of queries, of keys in a window, and of others."""
+    """Returns config keys of models without layer inputs. `heads`: heads of queries, of keys in a window, of other keys."""
     return {
         "hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": num_layers, "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1], "num_global_key_value_heads": heads[2], "attention_k_eq_v": True,
@@ -99,7 +99,7 @@ VERIFIERS: dict[str, ModelConfig] = {
     "qwen3-30b-a3b": _config(2048, 6144, 48, 32, **_QWEN3_MOE),
     "qwen3.5-9b": _config(4096, 12_288, 32, 16, num_kv_heads=4, **_qwen3_5(32, value_heads=32)),
     "qwen3.6-27b": _config(5120, 17_408, 64, 24, num_kv_heads=4, **_qwen3_5(64, value_heads=48)),
-    # No layer of the verifier is dense: 6144 is the width of its published drafter.
+    # No layer of the verifier is dense; 6144 is the width of its published drafter.
     "qwen3.6-35b-a3b": _config(2048, 6144, 40, 16, num_kv_heads=2, **_qwen3_5(40, value_heads=32) | _QWEN3_5_MOE),
     "gpt-oss-20b": _config(2880, 2880, 24, 64, num_experts=32, **_gpt_oss(24)),
     "gpt-oss-120b": _config(2880, 2880, 36, 64, num_experts=128, **_gpt_oss(36)),
@@ -129,7 +129,7 @@ TREE_OPTIONS = sorted(
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """A pair by its sizes."""
+    """Sizes of a pair."""
 
     shape: str | None = setting(
         None,
@@ -151,7 +151,7 @@ def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     drafting = {option: values.get(option) for option in field_names(GenerateConfig, "drafting")}
     read = BUILDERS[plan.builder].reads if plan.drafts else ()
     shape = {name: value for name, value in asdict(plan.shape).items() if name in read}
-    if plan.shape.selector is not None:  # as JSON, without the sizes that it chooses
+    if plan.shape.selector is not None:  # as JSON, without the sizes that the selector chooses
         shape = {"selector": json.loads(json.dumps(shape["selector"])), "leaves": plan.shape.leaves}
     rule = {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
     if plan.shared.kernels:
@@ -160,11 +160,11 @@ def describe_tree(plan: DecodePlan) -> dict[str, Any]:
 
 
 def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, Drafter]:
-    """Returns the sizes of a verifier and its drafter; no weight is read.
+    """Returns the sizes of a verifier and its drafter. Reads no weights.
 
     Args:
       shape: a key of VERIFIERS, a config.json, its folder, or a GGUF file.
-      drafter_shape: key of VERIFIERS, "mtp", or name, config.json or folder of a drafter. None: `find_drafter`.
+      drafter_shape: key of VERIFIERS, "mtp", or name, config.json or folder of a drafter. None: result of `find_drafter`.
 
     Raises ValueError for an unknown name, a config that is not implemented, or a drafter that does not fit.
     """
@@ -189,9 +189,9 @@ def find_verifier(name: str) -> ModelConfig:
 
 
 def make_included_drafter(verifier: ModelConfig) -> Drafter:
-    """Returns a layer of multi-token prediction for a verifier, or an assistant for a Gemma.
+    """Returns a multi-token prediction layer for a verifier, or an assistant for a Gemma.
 
-    Assistants have the sizes of those of E4B and 31B, with the verifier's heads.
+    An assistant has the sizes of the assistants of E4B and 31B, with the verifier's heads.
     """
     if not verifier.model_type.startswith("gemma4"):
         return MtpDrafter(layers=layer_sizes(verifier))
@@ -209,10 +209,10 @@ def make_included_drafter(verifier: ModelConfig) -> Drafter:
 
 
 def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Drafter:
-    """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
+    """Returns the shipped drafter for the shipped verifier; for others, a TreeFlash drafter of the published sizes.
 
-    It has the verifier's widths, five layers (eight for a mixture of experts) and blocks of 16, and reads five of the
-    verifier's layers, or fewer if the verifier has fewer than eight.
+    This drafter has the verifier's widths, five layers (eight for a mixture of experts) and blocks of 16. It reads five of
+    the verifier's layers, or fewer if the verifier has fewer than eight.
     """
     if verifier == VERIFIERS["tiny"]:
         return model_files.read_drafter_config(locate("tiny", "drafter"))
@@ -227,7 +227,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Dra
 
 
 def short_name(path: str) -> str:
-    """Returns the name of a shape, path or Hub id for a record, without folders of this machine."""
+    """Returns the name of a shape, path or Hub id for a record, without this machine's folders."""
     if path in VERIFIERS:
         return path
     file = Path(path).absolute() if Path(path).exists() else Path(path)
@@ -237,10 +237,10 @@ def short_name(path: str) -> str:
 def random_pair(
     model: ModelConfig, drafter: Drafter, dtype: DTypeLike, mesh: Mesh | None = None, quantize: str | None = None
 ) -> TreeFlash:
-    """Makes a pair of random weights, drawn one by one in their dtype; the verifier's are quantised as drawn.
+    """Makes a pair with random weights. They are drawn one by one in their dtype, and the verifier's are then quantised.
 
-    No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
-    that trees fill up as with a trained head.
+    No matrix is zero, because zeros multiply faster than other numbers. Weights that are zero at the start of training are
+    small here, so that trees fill up as with a trained head.
     """
     is_merged = merges_weights(sharding.device(mesh), model.num_kv_heads, mesh)
     specs = verifier.specs(model, is_merged=is_merged), drafter.specs()
