@@ -1,4 +1,4 @@
-"""Command lines: their parser, and the options of models and settings."""
+"""Parsing of command lines, and the options of models and settings."""
 
 import argparse
 import logging
@@ -12,11 +12,11 @@ from treeflash_jax.engine.settings.generate_config import GROUPS, REFUSED, Gener
 from treeflash_jax.engine.settings.model_options import ModelOptions
 
 logger = logging.getLogger("treeflash_jax")
-ADVANCED = "advanced:"  # how titles of groups of options begin that only --help-all shows
+ADVANCED = "advanced:"  # titles of option groups that only --help-all shows begin with this
 
 
 class HelpAll(argparse.Action):
-    """Prints the help text with the groups of advanced options, which `Parser` leaves out of it."""
+    """Prints the help text with the groups of advanced options, which `Parser` otherwise leaves out."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         parser.shows_advanced = True
@@ -25,10 +25,10 @@ class HelpAll(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with positional words between options and one-line errors, which name what was probably meant."""
+    """An ArgumentParser that allows positional words between options. One-line errors suggest what was probably meant."""
 
     shows_advanced = False
-    refused: Mapping[str, str] = {}  # reasons by name of an option
+    refused: Mapping[str, str] = {}  # reasons for refusing options, by name of the option
 
     def __init__(self, **keywords: Any):
         super().__init__(**keywords, allow_abbrev=False)
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {names[meant]}?" if meant else ""
 
     def format_help(self) -> str:
-        """Returns the help text; its usage line names only required arguments."""
+        """Returns the help text. Its usage line contains only required arguments."""
         if not self.shows_advanced:
             self._action_groups = [group for group in self._action_groups if not (group.title or "").startswith(ADVANCED)]
         words = ["%(prog)s [options]"]
@@ -69,18 +69,18 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with one line, without the usage text."""
+        """Ends the process with a one-line error, without the usage text."""
         self.exit(2, f"{self.prog}: error: {clipped(message, 240)} (see {self.prog} --help)\n")
 
 
 def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
-    """Adds the options of the model and of GenerateConfig; returns a group for output options, after the basic ones.
+    """Adds the options of the model and of GenerateConfig. Returns a group for output options, listed after the basic ones.
 
-    Parsed arguments contain only the options that are given.
+    Parsed arguments contain only options that were given.
     """
 
     def add(title: str, cls: type, chosen: list[str]) -> Any:
-        chosen = [name for name in chosen if name not in (*without, "processor", "schema")]  # a function; below
+        chosen = [name for name in chosen if name not in (*without, "processor", "schema")]  # a function; added below
         group = parser.add_argument_group(title)
         add_options(group, cls, chosen, **dict.fromkeys(chosen, argparse.SUPPRESS))
         return group
@@ -108,7 +108,7 @@ def _schema_option(text: str) -> str:
 
 
 def read_schema(text: str) -> str:
-    """Returns the JSON text of a schema, given as text or as the name of a file. Raises ValueError for any other text."""
+    """Returns the JSON text of a schema that is given as text or as a file name. Raises ValueError for any other text."""
     is_text = text.lstrip().startswith("{")
     try:
         schema = text if is_text else Path(text).read_text(encoding="utf-8-sig")
@@ -120,7 +120,7 @@ def read_schema(text: str) -> str:
 
 
 def note_single_choice(choices: Sequence[str]) -> None:
-    """Logs how choices are given if the only one looks like a list of them."""
+    """Logs how to give several choices if the only choice looks like a list."""
     if len(choices) == 1 and "," in choices[0]:
         several = 'several are --choices yes --choices no, in a chat /set choices ["yes", "no"]'
         logger.warning("choices %s is one choice; %s", quoted(choices[0]), several)

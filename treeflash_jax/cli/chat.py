@@ -18,7 +18,7 @@ from treeflash_jax.engine.model import TreeFlash
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Options of a conversation; both replace options of `generate`."""
+    """Options of a conversation. Both replace options of `generate`."""
 
     max_new_tokens: int | None = setting(
         None, "largest number of tokens in an answer", unset="up to the context's end", least=1, unit="tokens"
@@ -27,12 +27,12 @@ class ChatOptions:
 
 
 def converse(model: TreeFlash, console: Console, system: str | None = None, **settings: Any) -> None:
-    """Reads user turns and commands until /quit, /exit or end of input. Answers are sampled as the model recommends.
+    """Reads user turns and commands until /quit, /exit or end of input. Samples answers as the model recommends.
 
-    A conversation that outgrows the context forgets its oldest turns. A turn that fails (for example, a message longer than
-    the context) is reported in one line and removed; Ctrl-C ends the answer and keeps its text so far.
+    If a conversation outgrows the context, its oldest turns are dropped. If a turn fails (for example, because a message is
+    longer than the context), one line reports it and the turn is removed. Ctrl-C ends an answer and keeps its text so far.
 
-    Before the first turn, raises ValueError for a model without a chat template or for invalid settings.
+    Raises ValueError before the first turn if the model has no chat template or settings are invalid.
     """
     if model.tokenizer is None:
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
@@ -51,7 +51,7 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
         try:
             if turn and not obey(conversation, turn):
                 answer(conversation, turn)
-        except (ValueError, OSError) as error:  # OSError: of /save
+        except (ValueError, OSError) as error:  # OSError: raised by /save
             console.print(f"error: {clipped(error)}", markup=False)
         except KeyboardInterrupt:
             console.print("\n[dim]interrupted[/dim]")
@@ -88,7 +88,7 @@ def format_statistics(result: Result) -> str:
 
 
 def ending(result: Result, context: int, option: str = "--max-new-tokens") -> str:
-    """Returns why an answer ended and, if `max_new_tokens` cut it, how to go on; `context` is the verifier's."""
+    """Returns why an answer ended and, if `max_new_tokens` cut it, how to continue; `context` is the verifier's limit."""
     room = context - len(result.prompt_ids)
     if result.finished != "length":
         return result.finished
@@ -98,7 +98,7 @@ def ending(result: Result, context: int, option: str = "--max-new-tokens") -> st
 
 
 class Lines(Live):
-    """Prints a growing text, which rich wraps at words in a terminal: complete lines once, the last one as it grows."""
+    """Prints a growing text, wrapped by rich at words in a terminal: complete lines once, the last one as it grows."""
 
     def __init__(self, console: Console):
         super().__init__(console=console, transient=True)

@@ -1,4 +1,4 @@
-"""State of a conversation, and the commands that look at it and change it, such as /set temperature 0.7."""
+"""State of a conversation, and the commands that show or change it, such as /set temperature 0.7."""
 
 import json
 import re
@@ -19,12 +19,12 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.settings.generate_config import REFUSED, GenerateConfig
 
-COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # not /usr/bin or // in pasted text
+COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # does not match /usr/bin or // in pasted text
 QUIT = ("/quit", "/exit")  # turns that end a conversation
 SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value
 HELLO = {"role": "user", "content": "Hello"}
-LEAST_ROOM = 128  # tokens of an answer for which context and memory must have room
-# A conversation has one answer at a time, and shows text.
+LEAST_ROOM = 128  # context and memory must have room for this number of answer tokens
+# Settings that have no use here: a conversation has one answer at a time, and shows only text.
 NOT_IN_CHAT = ("samples", "batch_size", "log_probs", "top_log_probs", "expected_lengths")
 SETTINGS = [name for name in field_names(GenerateConfig) if name not in (*NOT_IN_CHAT, "processor")]
 
@@ -34,12 +34,12 @@ class Conversation:
     """A conversation with a model.
 
     Attributes:
-      settings: settings of `generate` that differ from their defaults; without `max_new_tokens`, answers go on up to the
-        context's end, or as memory allows.
-      system: system message; None for none.
+      settings: settings of `generate` that differ from their defaults. Without `max_new_tokens`, an answer may fill the
+        context, or the memory.
+      system: system message; None: no system message.
       messages: messages of the user and the model.
-      forgotten: number of the oldest messages that the model no longer reads.
-      last: result of the last answer; None before it is finished.
+      forgotten: number of messages, the oldest ones, that the model no longer reads.
+      last: result of the last finished answer; None before the first.
       session: caches of the conversation.
     """
 
@@ -58,13 +58,13 @@ class Conversation:
         return add_system(self.messages[self.forgotten :], self.system)
 
     def validate(self, settings: dict[str, Any], system: str | None) -> None:
-        """Raises ValueError for settings and a system message that the model cannot answer with; computes nothing."""
+        """Raises ValueError for settings or a system message with which the model cannot answer. Computes nothing."""
         self.model.prepare(add_system([HELLO], system), for_session=True, **{"max_new_tokens": 1} | settings)
 
     def find_room(self) -> int:
-        """Returns `max_new_tokens`, or the number of tokens up to the context's end; fewer as memory has room for caches.
+        """Returns `max_new_tokens`, or the number of tokens left in the context; fewer if their caches do not fit memory.
 
-        Raises ValueError if context or memory have no room.
+        Raises ValueError if context or memory has no room.
         """
         limit = self.settings.get("max_new_tokens")
         room = limit or max(1, self.model.verifier.max_positions - len(self.model.encode(self.prompt)))
@@ -78,9 +78,9 @@ class Conversation:
             room //= 2
 
     def make_room(self) -> int:
-        """Returns the number of tokens that the next answer may have, as `find_room`, and forgets the oldest turns for it.
+        """Drops the oldest turns until the next answer has room. Returns the number of its tokens, as `find_room` does.
 
-        Raises ValueError, and forgets nothing, if there is no room for an answer to the last message alone.
+        Raises ValueError, and drops nothing, if there is no room for an answer even to the last message alone.
         """
         before = self.forgotten
         while True:
@@ -93,7 +93,7 @@ class Conversation:
                 if is_alone:
                     self.forgotten = before
                     raise
-            self.forgotten += 2  # a message and its answer
+            self.forgotten += 2  # one message and its answer
         if self.forgotten > before:
             text = f"no room for the whole conversation: its first {self.forgotten} messages are no longer read"
             self.console.print(f"[dim]{text}; /reset starts a new one[/dim]")
@@ -132,7 +132,7 @@ class Conversation:
         self.console.print(f"wrote {path}", markup=False)
 
     def draw_tree(self, _: str) -> None:
-        """Draws the draft tree of the last answer's round that accepted most, or prints why there is none."""
+        """Draws a draft tree of the last answer, from the round that accepted most; prints why if there is none."""
         if self.last is None:
             return self.console.print("no draft tree yet: no answer was finished")
         try:
@@ -149,7 +149,7 @@ class Conversation:
         self.console.print(f"{QUIT[0]:<18}leaves, as do {QUIT[1]} and Ctrl-D; Ctrl-C ends an answer", markup=False)
 
 
-# By name: the argument, a line of help, and the function.
+# By name: the argument, a line of help, and the function to run.
 COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
     "/system": ("TEXT", "sets the system message; without TEXT, removes it", Conversation.change_system),
     "/set": ("NAME VALUE", "sets a setting of generate; /set NAME: its default; /set: list", Conversation.change_setting),
@@ -161,7 +161,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parses the value of a setting, as its option does; values of settings other than `pattern` may also be JSON."""
+    """Parses the value of a setting like its option. Values of settings other than `pattern` may also be JSON."""
     value: Any = text
     if name == "schema":
         value = read_schema(text)
@@ -177,7 +177,7 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def obey(conversation: Conversation, turn: str) -> bool:
-    """Runs a command; returns false if the turn is none. Raises ValueError for an unknown command or a wrong argument."""
+    """Runs a command. Returns False if the turn is none. Raises ValueError for unknown commands and wrong arguments."""
     match = COMMAND.fullmatch(turn)
     if match is None:
         return False

@@ -46,7 +46,7 @@ from treeflash_jax.serve.options import ServeOptions
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status. Bad input ends with one line on stderr and status 2."""
+    """Runs a command and returns its exit status. Bad input ends it with one line on stderr and status 2."""
     return exit_status(partial(_run_command, argv), "treeflash")
 
 
@@ -55,14 +55,14 @@ def _run_command(argv: list[str] | None) -> int:
     if getattr(arguments, "dtype", None) == "float64":
         jax.config.update("jax_enable_x64", True)
     programs.keep_programs()
-    logging.getLogger("treeflash_jax").setLevel(logging.INFO)  # with the line about compiling
-    logging.lastResort.setLevel(logging.INFO)  # the handler in use if none is configured: lines on stderr
+    logging.getLogger("treeflash_jax").setLevel(logging.INFO)  # shows the line about compiling
+    logging.lastResort.setLevel(logging.INFO)  # if no handler is configured, this one prints lines on stderr
     note_single_choice(getattr(arguments, "choices", ()))
     return arguments.run(arguments)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands; `parse_args(words).run` is the function that runs the chosen one."""
+    """Returns the parser of all commands. `parse_args(words).run` is the function that runs the chosen command."""
     top = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
     suites = _add_commands(top, "command", COMMANDS).add_parser("bench", help="run benchmarks, and report their results")
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_commands(parser: argparse.ArgumentParser, metavar: str, commands: dict[str, tuple]) -> Any:
-    """Adds subcommands to a parser, which prints its help text if none is given; returns argparse's group of them."""
+    """Adds subcommands to a parser, which prints help if no subcommand is given. Returns argparse's group of them."""
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     group = parser.add_subparsers(metavar=metavar, parser_class=Parser)
     for name, (help, describe_options, run_command) in commands.items():
@@ -133,14 +133,14 @@ def _serve_options(parser: Parser) -> None:
     """
     chosen = [*field_names(GenerateConfig, "drafting", "tree", "running"), "schema_depth"]
     without = [name for name in field_names(GenerateConfig) if name not in chosen]
-    without += ["batch_size", "log_probs", "top_log_probs", "expected_lengths", "schema_states"]  # the last is its own
+    without += ["batch_size", "log_probs", "top_log_probs", "expected_lengths", "schema_states"]  # serve defines the last
     output = add_settings(parser, without=without)
     output.title = "server"
     add_options(output, ServeOptions)
 
 
 PRINTED = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished".split()
-PRINTED += ["log_probs", "top_log_probs", "expected_lengths"]  # of answers that have them
+PRINTED += ["log_probs", "top_log_probs", "expected_lengths"]  # printed for answers that have them
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -171,7 +171,7 @@ def _stream(model: TreeFlash, prompts: list[Prompt], settings: dict[str, Any]) -
 
 
 def _print_answers(model: TreeFlash, prompts: list[Prompt], results: list[Result]) -> None:
-    """Prints answers under numbered headings, each with its statistics, and the speed of all of them."""
+    """Prints answers under numbered headings, each with its statistics, and the speed of the whole call."""
     for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
         if len(results) > 1:
             place = f"prompt {prompt}, sample {sample}" if len(results) > len(prompts) else f"prompt {prompt}"
@@ -185,13 +185,13 @@ def _print_answers(model: TreeFlash, prompts: list[Prompt], results: list[Result
 
 
 def number_answers(prompts: list[Prompt], results: list[Result]) -> list[tuple[int, int]]:
-    """Returns the numbers of the prompt and of the sample of every answer."""
+    """Returns, for each answer, the numbers of its prompt and of its sample."""
     samples = len(results) // len(prompts)
     return [divmod(number, samples) for number in range(len(results))]
 
 
 def _format_speed(model: TreeFlash, result: Result) -> str:
-    """Returns the speed of the call that made a result, which all its results share."""
+    """Returns the speed of the call that gave a result; all results of the call share it."""
     return f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s"
 
 
@@ -249,7 +249,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# By name: the line of help, a function that adds the options and describes the command, and the function that runs it.
+# By name: the line of help, the function that adds options and whose docstring is the description, the function to run.
 COMMANDS = {
     "generate": ("answer prompts", _generate_options, _generate),
     "chat": ("talk to a model", _chat_options, _chat),

@@ -1,4 +1,4 @@
-"""The demo: a language model answers a few prompts, one token at a time and drafted, side by side."""
+"""The demo: a language model answers a few prompts twice, side by side: one token at a time and with drafting."""
 
 import argparse
 import io
@@ -26,9 +26,9 @@ from treeflash_jax.core.terminal import Console, shown
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.model_options import ModelOptions
 
-PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # ways of decoding
-SEVERAL = "bold green"  # text of rounds that committed several tokens
-SAME = {check.IDENTICAL: "yes", check.ROUNDING: "near-tie", check.FAIL: "no"}  # by verdict
+PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # names of the two systems
+SEVERAL = "bold green"  # style of text from rounds that committed several tokens
+SAME = {check.IDENTICAL: "yes", check.ROUNDING: "near-tie", check.FAIL: "no"}  # word in the table for each verdict
 COLUMNS = "*prompt *decoded passes tau tokens/s speedup identical".split()
 TREE = "one of the rounds, with the tokens that it kept marked:"
 
@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_demo(arguments: argparse.Namespace) -> int:
     """Streams answers side by side, and prints a draft tree and a table.
 
-    Speeds come from interleaved runs at batch 1, greedy, made after all programs are compiled. The picture has the
-    streams of the last prompt when the first of them ended, the tree and the table.
+    Speeds are measured in alternating greedy runs at batch 1, after all programs are compiled. The picture shows the
+    streams of the last prompt at the time when the first of them ended, the tree and the table.
     """
     if arguments.svg is not None:
         files.check_output(arguments.svg)
@@ -88,7 +88,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         logger = logging.getLogger("treeflash_jax")
         stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.ERROR)  # the status says that programs are compiled
+        logger.setLevel(logging.ERROR)  # the status line already says that programs are compiled
         with console.status(f"loading {pair}"):
             model = tf.load(pair, dtype=arguments.dtype)
         console.print(TEXTS[pair] + "\n")
@@ -101,7 +101,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
         with console.status("compiling"):
             for system, prompt in product(systems, PROMPTS[pair].values()):
                 model.warmup(len(model.encode(prompt)), config=system.config)
-        results = []  # of the drafted answers
+        results = []  # results of drafted answers
         for prompt in PROMPTS[pair].values():
             console.print(f"[bold]{prompt}[/bold]")
             text, result, streams = _race(console, systems, prompt)
@@ -110,7 +110,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
         prompts = [BenchPrompt(id=name, set=name, turns=(prompt,)) for name, prompt in PROMPTS[pair].items()]
         with console.status("measuring") as status:
             records = list(harness.measure(systems, prompts, seeds=range(arguments.repeats), notify=status.update))
-            status.update("drawing a tree")  # its round is drafted again, by a program of its own
+            status.update("drawing a tree")  # a separate program drafts the round again
             tree = Text(f"{TREE}\n{_draw(results)}\n")
         console.print(tree, table := _table(pair, records))
         if arguments.svg is not None:
@@ -118,15 +118,15 @@ def run_demo(arguments: argparse.Namespace) -> int:
             pictured.print(f"[bold]{prompt}[/bold]", streams, tree, table)
             title = f"treeflash demo: {model.device.kind}, {model.dtype.name}"
             picture = pictured.export_svg(title=title, font_aspect_ratio=0.6)  # the width of Fira Code's letters
-            # librsvg drops the spaces at the ends of texts unless they are to be kept.
+            # librsvg drops spaces at the ends of texts unless this attribute keeps them.
             files.write(arguments.svg, picture.replace("<svg ", '<svg xml:space="preserve" ', 1))
     return 0
 
 
 def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Text, tf.Result, Columns]:
-    """Shows streams side by side; the one that has used least time goes on.
+    """Shows streams side by side. The stream that has used less time continues.
 
-    Returns the answer of the last system, coloured, its result, and both streams when the first of them ended.
+    Returns the last system's answer with colours, its result, and both streams at the time when the first of them ended.
     """
     streams = {s.name: s.model.stream(prompt, s.config, rounds_per_dispatch=1) for s in systems}
     texts, clocks, passes = {name: Text() for name in streams}, dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
@@ -152,7 +152,7 @@ def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Tex
                 style = SEVERAL if len(piece.ids) > 1 and piece.rounds else ""
                 texts[name].append(shown(piece.text, console.is_terminal), style)
                 continue
-            if piece.finished == "interrupted":  # Ctrl-C, which ends the demo too
+            if piece.finished == "interrupted":  # Ctrl-C also ends the demo
                 raise KeyboardInterrupt
             del streams[name]
             first_end = first_end or panels()
@@ -162,7 +162,7 @@ def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Tex
 
 
 def _draw(results: Sequence[tf.Result]) -> str:
-    """Draws the tree with most branches of the rounds that kept most tokens."""
+    """Draws the tree with most branches, among the rounds that kept most tokens."""
     rounds = sorted((-kept, i, j) for i, result in enumerate(results) for j, kept in enumerate(result.accept_lengths))
     pictures = (str(results[i].tree(j)) for _, i, j in rounds[:12])
     return max(pictures, key=lambda picture: picture.count("├"), default="none")
@@ -172,7 +172,7 @@ def _table(pair: str, records: Sequence[BenchRecord]) -> Table:
     table = report.make_table(f"{pair}: greedy, batch 1", COLUMNS)
     summary, order = report.summarise(records), list(PROMPTS[pair])
     for entry in sorted(summary["systems"], key=lambda entry: (order.index(entry["set"]), entry["system"] != PLAIN)):
-        same = SAME.get(entry["verdict"], "")  # one-token decoding is compared with nothing
+        same = SAME.get(entry["verdict"], "")  # one-token decoding has no verdict
         passes = str(entry["rounds"] // entry["responses"] + 1)
         speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"
         name = entry["set"] if entry["system"] == PLAIN else ""

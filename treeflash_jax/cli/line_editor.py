@@ -1,4 +1,4 @@
-"""Turns that a user types in a terminal: edited, with a history, and pasted lines as one turn."""
+"""Reading of turns that a user types in a terminal, with editing and a history. Pasted lines become one turn."""
 
 import json
 import os
@@ -10,20 +10,20 @@ from treeflash_jax.core import files
 
 try:
     import readline
-except ImportError:  # as on Windows
+except ImportError:  # for example on Windows
     readline = None
 
-MOST_TURNS = 1000  # in the history
+MOST_TURNS = 1000  # most turns in the history
 PASTE_SECONDS = 0.05  # longest pause between two lines of a paste
 PROMPT = "you: "
-BOLD = f"\x01\x1b[1m\x02{PROMPT}\x01\x1b[0m\x02"  # readline does not count what stands between \x01 and \x02
+BOLD = f"\x01\x1b[1m\x02{PROMPT}\x01\x1b[0m\x02"  # readline does not count characters between \x01 and \x02
 
 
 class LineEditor:
-    """Reads turns. In a terminal, readline edits them; the history is a file in the user's cache folder.
+    """Reads turns. In a terminal, readline edits them, and a file in the user's cache folder stores the history.
 
-    Pasted lines are one turn: terminals mark them for readline, and without marks they are waiting when the first of them
-    has been read. Lines of a pipe or a file are one turn each.
+    Pasted lines become one turn. Terminals mark pasted text for readline. Without marks, lines that are already waiting
+    after the first line was read count as pasted. Lines of a pipe or a file are a turn each.
     """
 
     def __init__(self):
@@ -34,8 +34,8 @@ class LineEditor:
         if not self.is_terminal:
             return
         readline.parse_and_bind("set enable-bracketed-paste on")
-        readline.set_auto_history(False)  # whole turns are added instead
-        with suppress(OSError, RuntimeError, ValueError):  # no history yet, no home, or a file that is damaged
+        readline.set_auto_history(False)  # `_remember` adds whole turns instead
+        with suppress(OSError, RuntimeError, ValueError):  # no history yet, no home folder, or a damaged file
             self.path = files.user_cache() / "chat_history.jsonl"
             lines = self.path.read_text(encoding="utf-8").splitlines()
             if len(lines) > MOST_TURNS:
@@ -59,9 +59,9 @@ class LineEditor:
 
     def _remember(self, turn: str) -> None:
         readline.add_history(turn)
-        with suppress(OSError):  # a folder that cannot be written
+        with suppress(OSError):  # the folder is not writable
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # read by its owner only
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # only the owner may read it
                 with open(descriptor, "w", encoding="utf-8") as file:
                     file.write(json.dumps(turn) + "\n")

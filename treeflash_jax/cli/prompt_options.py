@@ -1,4 +1,4 @@
-"""Prompts of a command: words, options, files of text or chats, and text that is piped to it."""
+"""Prompts of a command: words, options, files of text or chats, and piped text."""
 
 import argparse
 import logging
@@ -18,15 +18,15 @@ from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import add_options, setting
 from treeflash_jax.engine.call.prompts import Prompt, Text, parse_ids, read_messages
 
-PIPE_SECONDS = 1.0  # a program that feeds a pipe has this long to send its first text
-HEADING = 60  # characters of a prompt above its answer
-CHATS = ".jsonl"  # ending of files of chats
+PIPE_SECONDS = 1.0  # time in which a program must send its first text into a pipe
+HEADING = 60  # most characters of a prompt that are shown above its answer
+CHATS = ".jsonl"  # file name ending for chats
 logger = logging.getLogger("treeflash_jax")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """Prompts; all options but the system message are repeatable."""
+    """Prompts. All options except the system message can be repeated."""
 
     prompt: Sequence[str] = setting((), "text to continue as it is, without a chat template", unit="text")
     prompt_file: Sequence[str] = setting(
@@ -51,7 +51,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_prompts(arguments: argparse.Namespace) -> list[Prompt]:
-    """Returns prompts in the order of the help text, as `generate` takes them. Raises ValueError if there are none."""
+    """Returns prompts as `generate` takes them, in the order of the help text. Raises ValueError if there are none."""
     messages: list[Any] = read_words(arguments)
     texts = [_read(path) for path in arguments.prompt_file if not path.endswith(CHATS)]
     chats = [chat for path in arguments.prompt_file if path.endswith(CHATS) for chat in read_chats(path)]
@@ -68,7 +68,7 @@ def parse_prompts(arguments: argparse.Namespace) -> list[Prompt]:
 
 
 def read_words(arguments: argparse.Namespace) -> list[str]:
-    """Returns the users' messages in the words of a command, each with the text that is piped to it."""
+    """Returns the user's messages among the words of a command, each with the piped text."""
     messages = join_words([word for word in arguments.words if word != "-"])
     has_options = arguments.prompt or arguments.prompt_file or arguments.chat or arguments.prompt_ids
     is_awaited = "-" in arguments.words
@@ -83,23 +83,23 @@ def read_words(arguments: argparse.Namespace) -> list[str]:
 
 
 def add_system(chat: list[dict[str, str]], text: str | None) -> list[dict[str, str]]:
-    """Returns a chat with this system message in place of its own; None changes nothing."""
+    """Returns a chat whose system message is replaced by this one; None changes nothing."""
     if text is None:
         return chat
     return [{"role": "system", "content": text}, *(message for message in chat if message["role"] != "system")]
 
 
 def describe_prompt(prompt: Any) -> str:
-    """Returns the start of a prompt in one line: its last message, text or token ids."""
+    """Returns the start of a prompt in one line: of its last message, its text or its token ids."""
     if not isinstance(prompt, str):
         prompt = prompt[-1]["content"] if isinstance(prompt[-1], dict) else " ".join(map(str, prompt))
     return clipped(prompt, HEADING)
 
 
 def join_words(words: Sequence[str]) -> list[str]:
-    """Returns the messages in the words of a command: those with white space, and the others joined by spaces."""
+    """Returns the messages in the words of a command. A word with white space is a message; other words are joined."""
     messages: list[str] = []
-    is_open = False  # the last message takes further words
+    is_open = False  # whether the next word is added to the last message
     for word in words:
         is_message = len(word.split()) > 1
         if is_open and not is_message:
@@ -111,14 +111,14 @@ def join_words(words: Sequence[str]) -> list[str]:
 
 
 def has_piped_text() -> bool:
-    """Returns whether standard input is a file from its start, or a pipe that has text or an end.
+    """Returns whether standard input is a file that was not read yet, or a pipe that has text or has ended.
 
-    Loops and scripts that read their own lines from a file leave it begun. A pipe that stays silent is left alone: the
+    Loops and scripts that read lines from a file have already read part of it. A pipe without text is ignored, because the
     process that started this one may have forgotten to close it.
     """
     if sys.stdin is None:
         return False
-    with suppress(OSError, ValueError):  # no descriptor, as in notebooks, or one that the system cannot wait for
+    with suppress(OSError, ValueError):  # no descriptor, as in notebooks, or the system cannot wait for it
         descriptor = sys.stdin.fileno()
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode):
@@ -131,7 +131,7 @@ def has_piped_text() -> bool:
 
 
 def read_chats(path: str) -> list[list[dict[str, str]]]:
-    """Returns the chats of a file with one JSON object per line, each without an answer to its last user's message."""
+    """Returns the chats of a file with a JSON object per line, each without the answer to the user's last message."""
     chats = []
     for number, record in read_jsonl(path):
         try:
@@ -145,7 +145,7 @@ def read_chats(path: str) -> list[list[dict[str, str]]]:
 
 
 def _read(path: str) -> str:
-    """Returns the text of a file, or of standard input for "-", without its final line break."""
+    """Returns the text of a file (of standard input for "-") without its final line break."""
     if path != "-":
         try:
             return Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
