@@ -1,7 +1,7 @@
 """Products with weights that have a scale per block of outputs and inputs, in the form that writes fewest bytes.
 
-XLA would write a copy of a weight that is scaled as it is read, in the dtype of the activations. For n vectors, blocks of B
-outputs, and groups of G inputs:
+XLA would store a copy of a weight that is scaled as it is read, in the dtype of the activations. For n vectors, blocks of B
+outputs, and groups of G inputs, these functions write less:
 
 | a scale for each | device | vectors | function |
 |---|---|---|---|
@@ -14,11 +14,10 @@ outputs, and groups of G inputs:
 | output and group | TPU | n <= MOST_VECTORS_MASKED, or one per device | `_scale_sums_of_masked_inputs` |
 | output and group | TPU | more | `_scale_weight` |
 
-A TPU of a mesh multiplies by its own part of a layer's weight (`_multiply_shards`).
-With a scale for each block, a kernel may replace the function (`models.kernels`). A weight is a `quantized.Quantized` with
-blocks, whose inputs are in order.
+On a mesh, a TPU multiplies by its part of a layer's weight (`_multiply_shards`). With a scale for each block, a kernel may
+replace the function (`models.kernels`). A weight is a `quantized.Quantized` with blocks whose inputs are in order.
 
-Shape suffixes: n vectors, i inputs, b outputs of a block, `...` the blocks of all output axes, k groups of inputs, z inputs
+Shape suffixes: n vectors, i inputs, b outputs of a block, `...` blocks of all output axes, k groups of inputs, z inputs
 of a group.
 """
 
@@ -38,8 +37,8 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kernels
 from treeflash_jax.models.backend import block_scales, products
 
-MIN_PARTS = 4  # of a weight that is scaled in parts, one after the other
-MOST_VECTORS_MASKED = 2  # for which TPUs mask the inputs outside of each group
+MIN_PARTS = 4  # fewest parts of a weight that is scaled part by part
+MOST_VECTORS_MASKED = 2  # up to this number of vectors, TPUs mask the inputs outside each group
 
 
 def product(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
@@ -48,7 +47,7 @@ def product(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
     Args:
       x: [vectors..., i].
       weight: values [outputs..., i], scales [blocks of each output axis..., blocks of inputs].
-      dtype: of the result; sums are float32 at least.
+      dtype: dtype of the result; sums are float32 at least.
     """
     x_ni, outputs = x.reshape(-1, x.shape[-1]), weight.shape[:-1]
     if has_groups(weight):
@@ -61,7 +60,7 @@ def product(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def has_groups(weight: Any) -> bool:
-    """Returns whether each output has a scale per group of inputs, which no other output shares."""
+    """Returns whether each output has a separate scale per group of inputs."""
     return weight.scale.shape[:-1] == weight.shape[:-1]
 
 
@@ -83,7 +82,7 @@ def _multiply_blocks(x_ni: jax.Array, weight: Any) -> jax.Array:
 
 
 def _multiply_one_vector(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Multiplies one vector per device. A TPU would write a float32 copy of some weights for it, but nothing for two."""
+    """Multiplies a vector per device as two. For one, a TPU would write a float32 copy of some weights; for two, none."""
 
     def multiply_two(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         return _scale_inputs(_append_zero_vectors(x_ni), values, scale)[..., ::2, :]
@@ -95,13 +94,13 @@ def _multiply_one_vector(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -
 
 
 def _scale_inputs(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Scales the vectors once for each block of outputs: y[j] = (x * s[j]) w[j]^T."""
+    """Scales copies of the vectors, one for each block of outputs: y[j] = (x * s[j]) w[j]^T."""
     blocks = x_ni.reshape(x_ni.shape[0], scale.shape[-1], -1) * scale[..., None, :, None].astype(x_ni.dtype)
     return einsum("...ni,...bi->...nb", blocks.reshape(*scale.shape[:-1], *x_ni.shape), values.astype(x_ni.dtype))
 
 
 def _scale_blocks_in_parts(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Scales a part of the longest axis of blocks at a time; every part has indices of all shards of a mesh."""
+    """Scales part of the longest axis of blocks at a time. Every part has indices from all shards of a mesh."""
     (*outer, _), scale = scale.shape, scale[..., None, :]
     axis = max(range(len(outer)), key=lambda axis: outer[axis])
     parts = count_parts(outer[axis], block_scales.model_ways())
@@ -124,7 +123,7 @@ def _multiply_groups(x_ni: jax.Array, weight: Any) -> jax.Array:
     """Returns [n, outputs...]."""
     count, group = x_ni.shape[0], weight.block[-1]
     is_one = products.is_one_vector(x_ni, 1)
-    # A TPU would hold copies of weights in another layout for `_scale_sums`.
+    # For `_scale_sums`, a TPU would hold copies of weights in another layout.
     on_tpu = _scale_sums_of_masked_inputs if is_one or count <= MOST_VECTORS_MASKED else _scale_weight
     on_tpu = partial(_multiply_shards, on_tpu)
     on_gpu = _scale_sums if 2 * count <= group else _scale_weight_in_parts
@@ -132,16 +131,16 @@ def _multiply_groups(x_ni: jax.Array, weight: Any) -> jax.Array:
 
 
 def _multiply_shards(multiply: Callable[[jax.Array, Any], jax.Array], x_ni: jax.Array, weight: Any) -> jax.Array:
-    """Multiplies by each device's part of the weight, and adds up the products if the model axis splits the inputs.
+    """Multiplies by each device's part of the weight. If the model axis splits the inputs, adds up the products.
 
-    Partitioned by XLA, a TPU would copy whole parts of weights into other layouts in every pass.
+    If XLA partitioned this, a TPU would copy whole parts of weights into other layouts in every pass.
     """
     if weight.partition is None:
         return multiply(x_ni, weight)
     *outputs, inputs = weight.partition
 
     def run(x_ni: jax.Array, weight: Any) -> jax.Array:
-        flat = lax.optimization_barrier(_with_one_output_axis(weight))  # XLA would widen the weight, then flatten it
+        flat = lax.optimization_barrier(_with_one_output_axis(weight))  # or XLA widens the weight before flattening it
         y = multiply(x_ni, flat).reshape(-1, *weight.shape[:-1])
         return y if inputs is None else lax.psum(y, inputs)
 
@@ -151,7 +150,7 @@ def _multiply_shards(multiply: Callable[[jax.Array, Any], jax.Array], x_ni: jax.
 
 
 def _with_one_output_axis(weight: Any) -> Any:
-    """Flattens the output axes. A TPU would copy a weight that has several into another layout."""
+    """Flattens the output axes. A TPU would copy a weight with several output axes into another layout."""
     return jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)
 
 
@@ -166,7 +165,7 @@ def _scale_sums(x_ni: jax.Array, weight: Any) -> jax.Array:
 
 
 def _scale_sums_of_masked_inputs(x_ni: jax.Array, weight: Any) -> jax.Array:
-    """Computes `_scale_sums` from the whole values and a vector per group, with zeros in place of other inputs."""
+    """Computes `_scale_sums` by products with the whole values: a vector per group has zeros in place of other inputs."""
     scale = block_scales.compute_scales(weight, at_least_float32(x_ni.dtype))
     count, (groups, group) = x_ni.shape[0], (scale.shape[-1], weight.block[-1])
     is_in_group_ki = jnp.arange(x_ni.shape[1]) // group == jnp.arange(groups)[:, None]
@@ -179,14 +178,14 @@ def _scale_sums_of_masked_inputs(x_ni: jax.Array, weight: Any) -> jax.Array:
 def _scale_weight(x_ni: jax.Array, weight: Any) -> jax.Array:
     """Scales the weight as it is read, and subtracts offsets from the sums.
 
-    A second array of a weight's size, with the offsets, would take a TPU three times as long.
+    With a second array of a weight's size, for the offsets, a TPU would take three times as long.
     """
     y = einsum("ni,...i->n...", x_ni, block_scales.widen(weight.replace(zero=None, minimum=None), x_ni.dtype))
     return _subtract_offsets(y, x_ni, weight, block_scales.compute_scales(weight, y.dtype))
 
 
 def _scale_weight_in_parts(x_ni: jax.Array, weight: Any) -> jax.Array:
-    """Widens a part of the longest output axis at a time; every part has indices of all shards of a mesh."""
+    """Widens part of the longest output axis at a time. Every part has indices from all shards of a mesh."""
     outputs = weight.shape[:-1]
     axis = max(range(len(outputs)), key=lambda axis: outputs[axis])
     parts = count_parts(outputs[axis], block_scales.model_ways())
@@ -206,12 +205,12 @@ def _subtract_offsets(y: jax.Array, x_ni: jax.Array, weight: Any, scale: jax.Arr
 
 
 def _append_zero_vectors(x_ni: jax.Array) -> jax.Array:
-    """Puts a vector of zeros beside each vector, so on its device."""
+    """Puts a vector of zeros beside each vector, on the same device."""
     return jnp.pad(x_ni[:, None], ((0, 0), (0, 1), (0, 0))).reshape(-1, x_ni.shape[1])
 
 
 def count_parts(size: int, ways: int) -> int:
-    """Returns the smallest divisor of a shard's part of an axis that is at least MIN_PARTS; all of a shorter one."""
+    """Returns the smallest divisor, at least MIN_PARTS, of a shard's part of an axis; the whole part if that is shorter."""
     local = size // math.gcd(size, ways)
     return next(parts for parts in range(min(MIN_PARTS, local), local + 1) if local % parts == 0)
 

@@ -1,6 +1,6 @@
-"""The numbers that a weight with blocks stands for: its scales, offsets and expanded values.
+"""The numbers that a weight with blocks represents: its scales, offsets and expanded values.
 
-A weight is a `quantized.Quantized` with blocks, whose inputs are in order.
+A weight is a `quantized.Quantized` with blocks whose inputs are in order.
 """
 
 import math
@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 
-MATRIX_UNIT_ROWS = 128  # of a TPU
+MATRIX_UNIT_ROWS = 128  # rows of a TPU's matrix unit
 EXACT_IN_BFLOAT16 = ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "int8", "uint8")  # dtypes
 
 
 def widen(weight: Any, dtype: DTypeLike) -> jax.Array:
-    """Returns the numbers that a weight stands for, computed in float32 at least and rounded once."""
+    """Returns the numbers that a weight represents, computed in float32 at least and rounded once."""
     wide = at_least_float32(dtype)
     numbers = weight.values.astype(wide)
     if weight.zero is not None:
@@ -49,12 +49,12 @@ def _compute_minimums(weight: Any, wide: DTypeLike) -> jax.Array:
 def subtract_offsets(
     equation: str, y: jax.Array, x: jax.Array, weight: Any, scale: jax.Array, num_groups: int
 ) -> jax.Array:
-    """Subtracts from a product of x the share that zero points and minimums have in it.
+    """Subtracts the part of a product of x that is due to zero points and minimums.
 
     Args:
-      equation: einsum of the sums of x over each group with offsets in the shape of `scale`.
-      y: the product of x with values times scales.
-      scale: from `compute_scales`.
+      equation: einsum of the sums of x over each group, with offsets in the shape of `scale`.
+      y: product of x with values times scales.
+      scale: result of `compute_scales`.
       num_groups: number of groups of inputs.
     """
     offsets = []
@@ -69,7 +69,7 @@ def subtract_offsets(
 
 
 def repeat(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Repeats numbers of blocks along each axis, to a shape."""
+    """Repeats the numbers of blocks along each axis until they have a shape."""
     for axis, size in enumerate(shape):
         if size != part.shape[axis]:
             part = jnp.repeat(part, size // part.shape[axis], axis=axis)
@@ -77,7 +77,7 @@ def repeat(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _spread(part: jax.Array, shape: tuple[int, ...], wide: DTypeLike) -> jax.Array:
-    """Returns `repeat`, in a wide dtype, by the form that a TPU runs fast if numbers are repeated along one axis."""
+    """Returns `repeat` in a wide dtype. If numbers repeat along one axis only, uses the form that is fast on a TPU."""
     axes = [axis for axis, size in enumerate(shape) if size != part.shape[axis]]
 
     def spread_by_broadcast(part: jax.Array) -> jax.Array:
@@ -94,7 +94,8 @@ def _spread(part: jax.Array, shape: tuple[int, ...], wide: DTypeLike) -> jax.Arr
 def _spread_by_product(part: jax.Array, axis: int, size: int, wide: DTypeLike) -> jax.Array:
     """Repeats numbers along an axis by a product with zeros and ones, which changes no number.
 
-    It is in bfloat16 if that represents all of them. A TPU takes six times as long to scale a weight by a broadcast.
+    The product is in bfloat16 if bfloat16 represents all numbers. A TPU takes six times as long to scale a weight by a
+    broadcast.
     """
     is_exact = part.dtype.name in EXACT_IN_BFLOAT16
     part = jnp.moveaxis(part.astype(jnp.bfloat16 if is_exact else wide), axis, -1)

@@ -14,18 +14,18 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend import block_products, block_scales
 
-MOST_VECTORS_SUMMED = 32  # for which TPUs scale the sums over groups
+MOST_VECTORS_SUMMED = 32  # up to this number of vectors, TPUs scale the sums over groups
 
 
 def product(x_xni: jax.Array, weight: Any) -> jax.Array:
     """Returns the vectors of each expert times its matrix, [x, n, f], in float32 at least.
 
-    Sums over blocks of inputs are scaled, since a batch over blocks of outputs would need another layout of the matrices.
-    TPUs do not store these sums (compiled for 64 and 256 vectors). Other devices do, so for many vectors they scale parts
-    of the matrices instead, which a TPU would copy whole first.
+    This scales the sums over blocks of inputs, because a batch over blocks of outputs would need another layout of the
+    matrices. TPUs do not store these sums (compiled for 64 and 256 vectors). Other devices do. For many vectors, they scale
+    parts of the matrices instead; a TPU would first copy these parts whole.
 
     Args:
-      weight: a `quantized.Quantized`: values [x, i, f], scales [x, k, g].
+      weight: a `quantized.Quantized` with values [x, i, f] and scales [x, k, g].
     """
     count, group = x_xni.shape[1], weight.block[1]
     wide = at_least_float32(x_xni.dtype)
@@ -40,7 +40,7 @@ def product(x_xni: jax.Array, weight: Any) -> jax.Array:
 
 
 def keep_layout(weights: Any) -> Any:
-    """Returns weights in the layout that they have. XLA would copy whole ones into another, those of all layers at once."""
+    """Keeps weights in their layout. Otherwise XLA would copy whole weights, of all layers at once, into another layout."""
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weights)
 
 

@@ -1,13 +1,18 @@
-"""The sum over the experts of a mixture: a plain form that reads every matrix once, and forms that read the chosen ones.
+"""The sum over the experts of a mixture: a plain form that reads every matrix once, and forms that read chosen ones only.
 
-A one-token step reads few of the experts, and a tree most of them. `sum_experts` therefore gathers the matrices of each
-token's experts if that reads fewer bytes, on a CPU also if a token chooses few of many experts. All forms are equal but for
-rounding. They take the weights, the tokens [n, d], the weight of every assignment in float32 at least (0 for experts that
-the device does not hold), its expert (then the number of experts of the device) and the function that joins gate and up
-map (`silu_join`), and return the sum before it is rounded, without the biases of "expert_down".
+A one-token step reads few of the experts, and a tree reads most of them. `sum_experts` gathers the matrices of each token's
+experts if that reads fewer bytes. On a CPU, it also does so if a token chooses few of many experts. All forms are equal up
+to rounding. Their arguments are:
+
+- the weights, and the tokens [n, d]
+- the weight of every assignment, in float32 at least; 0 for experts that the device does not hold
+- the expert of every assignment; the number of the device's experts if the device does not hold it
+- the function that joins gate and up map (`silu_join`)
+
+They return the sum before it is rounded, without the biases of "expert_down".
 
 Shape suffixes: n tokens of a device, d model, x experts, f ffn of an expert, k experts of a token, a = n k assignments, i
-inputs of one step, m either of d and f, z = x f.
+inputs of a step, m either d or f, z = x f.
 """
 
 import math
@@ -25,17 +30,17 @@ from treeflash_jax.models.backend import block_scales, expert_products
 from treeflash_jax.models.quantized import Quantized
 
 STEP_INPUTS = 8  # inputs of a matrix that a CPU adds up at a time
-BLOCK = 256  # tokens that run at a time: beyond it the products, not the weights, take the time
-SWIGLU_ALPHA = 1.702  # of gpt-oss; sigmoid(1.702 x) x approximates GELU
-SPARSE = 4  # CPUs gather for any number of tokens if there are this many times the experts of a token
+BLOCK = 256  # tokens computed at a time: with more, time goes into products, not into reading weights
+SWIGLU_ALPHA = 1.702  # gpt-oss's; sigmoid(1.702 x) x approximates GELU
+SPARSE = 4  # CPUs always gather if there are this many times more experts than a token chooses
 
-Join = Callable[[jax.Array, jax.Array], jax.Array]  # of an expert's gate and up map
+Join = Callable[[jax.Array, jax.Array], jax.Array]  # joins an expert's gate and up map
 Form = Callable[[Params, jax.Array, jax.Array, jax.Array, Join], jax.Array]
 GATE_UP = ("expert_gate", "expert_up")
 
 
 def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
-    """Returns the sum, [n, d], by the form that reads fewest bytes."""
+    """Returns the sum, [n, d], computed by the form that reads fewest bytes."""
     num_experts, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= num_experts
     on_cpu = gather_in_steps if reads_few or SPARSE * per_token <= num_experts else all_experts
@@ -51,9 +56,10 @@ def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: 
 def _keep_layouts(
     form: Form, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
 ) -> jax.Array:
-    """Runs a form on weights in the layout that they have.
+    """Runs a form on weights in their layout.
 
-    XLA for TPUs would copy those whose sizes are no multiples of 128 into another one, of all layers ahead of a loop.
+    Otherwise XLA for TPUs copies weights whose sizes are no multiples of 128 into another layout, for all layers before a
+    loop.
     """
     x_nd, weights = lax.optimization_barrier((x_nd, weights))
     return form(expert_products.keep_layout(weights), x_nd, weight_nk, ids_nk, join)
@@ -80,7 +86,7 @@ def all_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: 
     products = [_product("xnd,xdf->xnf", x_xnd, weights[name]) for name in GATE_UP]
     h_xnf = _gated(products, _biases(weights, lambda bias_xf: bias_xf[:, None]), join)
     down, wide = weights["expert_down"], weight_xn.dtype
-    if isinstance(down, Quantized):  # its scales differ by expert, so the sum over the experts comes after them
+    if isinstance(down, Quantized):  # scales differ by expert, so they are applied before the sum over experts
         return jnp.sum(_product("xnf,xfd->xnd", h_xnf, down, narrow=False) * weight_xn[..., None], axis=0)
     h_xnf = (h_xnf.astype(wide) * weight_xn[..., None]).astype(x_nd.dtype)
     h_nz = jnp.swapaxes(h_xnf, 0, 1).reshape(count, -1)
@@ -88,7 +94,7 @@ def all_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: 
 
 
 def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
-    """Adds up a few inputs of all chosen matrices at a time: a CPU compiles each step to one loop that copies nothing."""
+    """Adds up a few inputs of all chosen matrices at a time. A CPU compiles each step to a loop that copies nothing."""
     wide = weight_nk.dtype
     ids_a = jnp.minimum(ids_nk, weights["expert_gate"].shape[0] - 1).reshape(-1)
 
@@ -99,7 +105,7 @@ def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_
         by_step = [values.reshape(num_experts, inputs // size, size, outputs) for values, _ in parts]
 
         def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-            # Tied to the step: XLA would convert bfloat16 values of all experts to float32 ahead of the loop.
+            # Tied to the step: otherwise XLA converts bfloat16 values of all experts to float32 before the loop.
             index, *matrices = lax.optimization_barrier((index, *by_step))
             x_ai = lax.dynamic_slice_in_dim(x_am, index * size, size, axis=1).astype(wide)
             for at, matrix in enumerate(matrices):
@@ -119,7 +125,7 @@ def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_
 
 
 def gather_and_reduce(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
-    """Sums over gathered matrices instead of multiplying by them: a GPU compiles each to one kernel that stores no copy."""
+    """Sums over gathered matrices instead of multiplying by them. A GPU compiles each to a kernel that stores no copy."""
     wide = weight_nk.dtype
     experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
     gathered = jax.tree.map(lambda weight: jnp.take(weight, ids_nk, axis=0, mode="clip"), experts)
@@ -136,9 +142,9 @@ def gather_and_reduce(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, id
 
 
 def one_by_one(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
-    """Runs one chosen expert after the other: a TPU multiplies by a slice of the weights without copying it.
+    """Runs the chosen experts one after the other. A TPU multiplies by a slice of the weights without copying it.
 
-    In `gather_and_reduce`, it would store the gathered matrices in float32.
+    With `gather_and_reduce`, a TPU would store the gathered matrices in float32.
     """
     experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
 
@@ -153,14 +159,14 @@ def one_by_one(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: j
 
 
 def _two_at_least(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
-    """Runs `all_experts` with a second token of zeros if there is one token, which TPUs multiply slowly (`products`)."""
+    """Runs `all_experts`. To a single token, which TPUs multiply slowly (`products`), it adds a second token of zeros."""
     count = x_nd.shape[0]
     tokens = (jnp.pad(x, ((0, max(0, 2 - count)), (0, 0))) for x in (x_nd, weight_nk, ids_nk))
     return all_experts(weights, *tokens, join)[:count]
 
 
 def _biases(weights: Params, pick: Callable[[jax.Array], jax.Array] = lambda bias: bias) -> list[jax.Array]:
-    """Returns the biases of GATE_UP as `pick` lays them out; none in models without them."""
+    """Returns the biases of GATE_UP, in the layout of `pick`; [] in models without biases."""
     return [pick(weights[f"{name}_bias"]) for name in GATE_UP if f"{name}_bias" in weights]
 
 
@@ -178,13 +184,13 @@ def gelu_join(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def clamped_join(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """Returns (up + 1) * gate * sigmoid(1.702 gate). The limit bounds the gate from above, and the up map on both sides."""
+    """Returns (up + 1) * gate * sigmoid(1.702 gate). `limit` bounds the gate from above, and the up map on both sides."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
 def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow: bool = True) -> jax.Array:
-    """Computes an einsum in float32 at least; `narrow` rounds it to the dtype of x. A scale has the weight's outer axes."""
+    """Computes an einsum in float32 at least; `narrow` rounds it to the dtype of x. Scales have the weight's outer axes."""
     if _has_blocks(weight):
         y = expert_products.product(x, weight)
         return y.astype(x.dtype) if narrow else y

@@ -19,14 +19,15 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     if table.dtype != jnp.bfloat16:
         return table[ids]
-    # XLA's CPU backend gathers float32. Not tied to the ids, it would convert the whole table ahead of a decoding loop.
+    # XLA's CPU backend gathers in float32. If the table were not tied to ids, it would be converted whole before a decoding
+    # loop.
     return lax.platform_dependent(table, ids, cpu=tied, default=lambda table, ids: table[ids])
 
 
 def slot_repeater(num_slots: int, times: int) -> Callable[[jax.Array], jax.Array]:
     """Returns a function that keeps the first slot once and repeats each later slot `times` times, from [b, slots, ...].
 
-    A gather; on a CPU, where a fusion that gathers takes twice as long, a repetition.
+    It is a gather, except on a CPU: there, it is a repetition, because a fusion that gathers takes twice as long.
     """
     index = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.repeat(jnp.arange(1, num_slots), times)])
 
@@ -37,7 +38,7 @@ def slot_repeater(num_slots: int, times: int) -> Callable[[jax.Array], jax.Array
 
 
 def store(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
-    """Writes new positions into the slots of an array of a cache, from slot `start_b` of each sequence on."""
+    """Writes new positions into the slots of a cache's array, from slot `start_b` of each sequence on."""
     if slots_bnkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
         return lax.dynamic_update_slice_in_dim(slots_bnkse, new_bnkpe, start_b[0], axis=3)
     if slots_bnkse.dtype != jnp.bfloat16:
@@ -51,12 +52,12 @@ def _scatter(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -
 
 
 def _store_by_slot(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
-    """Chooses between the old and the new value of each slot: XLA:CPU would scatter into a float32 copy of the cache."""
+    """Chooses the old or the new value of each slot, because XLA:CPU would scatter into a float32 copy of the cache."""
     return select(slots_bnkse, new_bnkpe, jnp.arange(slots_bnkse.shape[3]) - start_b[:, None])
 
 
 def select(slots_bnkse: jax.Array, new_bnkpe: jax.Array, index_bs: jax.Array) -> jax.Array:
-    """Writes into each slot the new position of this index; slots whose index is that of none stay as they are."""
+    """Writes into each slot the new position with this index. A slot whose index has no new position stays as it is."""
     width, index_b11s1 = new_bnkpe.shape[3], index_bs[:, None, None, :, None]
     chosen_bnkse = jnp.take_along_axis(new_bnkpe, jnp.clip(index_b11s1, 0, width - 1), axis=3)
     return jnp.where((index_b11s1 >= 0) & (index_b11s1 < width), chosen_bnkse, slots_bnkse)

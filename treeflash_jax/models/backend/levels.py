@@ -16,9 +16,9 @@ def over_depths(level: Callable, start: Any, depths: range, goes_on: Callable | 
     On a GPU, best-first search launches ten kernels per level in a loop, and three without one.
 
     Args:
-      level: (carry, depth) -> (carry, output), as in `lax.scan`.
-      depths: static.
-      goes_on: predicate of a carry; the loop may end once it is false, and outputs of levels below are then 0. None: all
+      level: function (carry, depth) -> (carry, output), as in `lax.scan`.
+      depths: depths of the levels; static.
+      goes_on: predicate of a carry. The loop may end once it is false; the outputs of further levels are then 0. None: all
         levels run.
     """
     level = jax.jit(level)  # traced once for all uses; XLA inlines the calls

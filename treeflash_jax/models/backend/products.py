@@ -1,14 +1,20 @@
 """Matrix products in the form that the backend runs fastest.
 
-The plain form is an einsum in the operands' dtype. XLA's CPU backend runs a bfloat16 product at the machine's rate only as
-a matrix product that accumulates in float32, is rounded afterwards and sums over the last axis of its left matrix; not
-from bfloat16 to bfloat16, with a single vector, or summed over the first axis (the gradient of a weight). In float32, it
-reads the left matrix in place and copies the right one into another layout, so that a few vectors are best multiplied with
-the weight on the left. XLA for TPUs multiplies one vector on the vector unit, but two on the matrix unit. All forms
-accumulate in float32, as accelerators do; results differ in the order of sums only.
+The plain form is an einsum in the operands' dtype. The other forms avoid slow paths of backends:
 
-Shape suffixes: n activation vectors (all leading axes flattened), i input axes flattened, o output axes flattened; and of
-attention, b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
+- XLA's CPU backend runs a bfloat16 product at the machine's rate only as a matrix product that sums over the last axis of
+its
+  left matrix, accumulates in float32 and is rounded afterwards. It is slow from bfloat16 to bfloat16, with a single vector,
+  and if it sums over the first axis (the gradient of a weight).
+- In float32, XLA's CPU backend reads the left matrix in place and copies the right matrix into another layout. A few
+vectors
+  are therefore best multiplied with the weight on the left.
+- XLA for TPUs multiplies one vector on the vector unit, but two on the matrix unit.
+
+All forms accumulate in float32, as accelerators do. Their results differ only in the order of sums.
+
+Shape suffixes: n activation vectors (all leading axes flattened), i input axes flattened, o output axes flattened. For
+attention: b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
 """
 
 import math
@@ -28,31 +34,31 @@ from treeflash_jax.core.dtypes import at_least_float32
 MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
 MOST_VECTORS_RIGHT = 48  # with more float32 vectors, transposing the result takes longer than copying the weight
 SHORTEST_HALVED = 16  # axes up to this length are not halved for their maximum
-ON_CHIP_BYTES = 2**26  # of logits of attention that a TPU of 128 MiB computes at a time
-FEW_QUERIES = 8  # per key/value head: a CPU multiplies up to so many with the keys on the left; a TPU adds their weights
+ON_CHIP_BYTES = 2**26  # most bytes of attention logits that a TPU with 128 MiB on chip computes at a time
+FEW_QUERIES = 8  # per key/value head: for up to these, a CPU multiplies with keys on the left, and a TPU adds their weights
 
 
 def product(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns an einsum of activations with a weight.
 
     Args:
-      equation: such as "btd,dhe->bthe" or "...d,vd->...v". The activations' summed axes come last; the weight's come first
-        or last; the result has the activations' other axes, then the weight's.
-      weight: of any float dtype.
-      dtype: of the result; None: the operands' common dtype. If it is wider than that of `x`, sums are not rounded, and all
-        backends use the form for CPUs.
+      equation: for example "btd,dhe->bthe" or "...d,vd->...v". The activations' summed axes come last; the weight's come
+        first or last. The result has the activations' other axes, then the weight's.
+      weight: array of any float dtype.
+      dtype: dtype of the result; None: the operands' common dtype. If it is wider than the dtype of `x`, sums are not
+        rounded, and all backends use the form for CPUs.
     """
     if dtype not in (None, x.dtype):
         return _by_platform(equation, x, weight, default=partial(_on_cpu, dtype=dtype))
     if x.dtype == weight.dtype == jnp.bfloat16:
         return _narrow(equation, x, weight)
-    if x.dtype == weight.dtype == jnp.float32 and sharding.current() is None:  # flattened, some sharded axes are gathered
+    if x.dtype == weight.dtype == jnp.float32 and sharding.current() is None:  # on a mesh, flattening gathers axes
         return _by_platform(equation, x, weight, cpu=_wide_on_cpu, default=jnp.einsum)
     return _by_platform(equation, x, weight, default=jnp.einsum)
 
 
 def is_one_vector(x: jax.Array, num_axes: int) -> bool:
-    """Returns whether each device has one vector; the first `num_axes` axes of `x` are those of vectors."""
+    """Returns whether each device has a single vector; the first `num_axes` axes of `x` are the axes of vectors."""
     first, *others = x.shape[:num_axes] or (1,)
     return sharding.per_shard(first, sharding.current()) * math.prod(others) == 1
 
@@ -62,7 +68,7 @@ def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
     wide = at_least_float32(q_bkqe.dtype)
 
     def keys_first(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
-        """Has keys on the left: on the right, a CPU would copy all. The barrier keeps XLA from swapping the sides."""
+        """Puts keys on the left: on the right, a CPU would copy all keys. The barrier keeps XLA from swapping the sides."""
         scores_bkxq = jnp.einsum("bkxe,bkqe->bkxq", keys_bkxe, q_bkqe, preferred_element_type=wide)
         return jnp.swapaxes(lax.optimization_barrier(scores_bkxq), 2, 3)
 
@@ -75,8 +81,8 @@ def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
 def attention_sums(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns sums of weighted values [b, k, q, e], and of weights [b, k, q], in the dtype of the weights.
 
-    The vector unit of a TPU adds weights along an axis slower than its matrix unit multiplies them with the values. There,
-    ones stand beside values of 16 bits; the sums are then those of the rounded weights.
+    A TPU's vector unit takes longer to add weights along an axis than its matrix unit to multiply them with the values. On
+    TPUs, ones are therefore appended to values of 16 bits, which gives the sums of the rounded weights.
     """
     wide = weights_bkqx.dtype
 
@@ -97,11 +103,11 @@ def attention_sums(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax
 
 
 def in_parts(run: Callable[[Any], jax.Array], x_bt: Any, size: int, most: int) -> jax.Array:
-    """Returns `run(x_bt)`, [b, t, ...]; on TPUs for some positions after the other if they do not fit on the chip together.
+    """Returns `run(x_bt)`, [b, t, ...]. If its arrays do not fit on a TPU's chip, it runs on some positions at a time.
 
     Args:
-      run: a function of arrays [b, t, ...] that treats every position t alone.
-      size: bytes of what it computes in between, on all devices.
+      run: function of arrays [b, t, ...] that treats every position t separately.
+      size: bytes of its intermediate arrays, on all devices.
       most: largest number of parts.
     """
     mesh, (length, *_) = sharding.current(), [x.shape[1] for x in jax.tree.leaves(x_bt)]
@@ -125,8 +131,8 @@ def in_parts(run: Callable[[Any], jax.Array], x_bt: Any, size: int, most: int) -
 def largest(x: jax.Array) -> jax.Array:
     """Returns the maximum over the last axis.
 
-    XLA's CPU backend (jax 0.10) compares one number at a time there, but many at a time in the maximum of two arrays, such
-    as the two halves.
+    XLA's CPU backend (jax 0.10) compares one number at a time in a maximum over the last axis. In the maximum of two
+    arrays, such as the two halves, it compares many numbers at a time.
     """
 
     def by_halves(x: jax.Array) -> jax.Array:
@@ -157,7 +163,7 @@ _narrow.defvjp(_forward, _backward)
 
 
 def _by_platform(equation: str, x: jax.Array, weight: jax.Array, **forms: Callable[..., jax.Array]) -> jax.Array:
-    """Runs the form for the platform; on TPUs, if each device has one vector, the default form with a second one."""
+    """Runs the form for the platform. If each device of TPUs has one vector, runs the default form with a second vector."""
     if is_one_vector(x, x.ndim - len(_summed_axes(equation))):
         forms["tpu"] = partial(_with_second_vector, forms["default"])
     if len(forms) == 1:
@@ -166,7 +172,7 @@ def _by_platform(equation: str, x: jax.Array, weight: jax.Array, **forms: Callab
 
 
 def _with_second_vector(form: Callable[..., jax.Array], equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Appends a vector of zeros along a new axis, since a mesh may have sharded all others, and drops its result."""
+    """Appends a vector of zeros along a new axis, and drops its result. A mesh may have sharded all other axes."""
     inputs, weights, outputs = equation.replace("->", ",").split(",")
     summed = _summed_axes(equation)
     kept, axis = inputs.removesuffix(summed), x.ndim - len(summed)
@@ -182,11 +188,11 @@ def _on_cpu(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | N
 
 
 def _wide_on_cpu(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiplies float32 matrices. On the right, a weight summed over its last axis would be copied in every product."""
+    """Multiplies float32 matrices. A weight summed over its last axis is put on the left: on the right, it is copied."""
     x_ni, matrix, inputs_first, shape = _as_matrices(equation, x, weight)
     if inputs_first or not 1 < x_ni.shape[0] <= MOST_VECTORS_RIGHT:
         return jnp.einsum("ni,io->no" if inputs_first else "ni,oi->no", x_ni, matrix).reshape(shape)
-    y_on = lax.optimization_barrier(jnp.einsum("oi,in->on", matrix, x_ni.T))  # without it, XLA would swap the sides
+    y_on = lax.optimization_barrier(jnp.einsum("oi,in->on", matrix, x_ni.T))  # keeps XLA from swapping the sides
     return y_on.T.reshape(shape)
 
 
@@ -199,7 +205,7 @@ def _backward_on_cpu(equation: str, x: jax.Array, weight: jax.Array, grad: jax.A
 
 
 def _as_matrices(equation: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, bool, tuple[int, ...]]:
-    """Returns [n, i] and [i, o] or [o, i], whether the summed axes are the weight's first, and the shape of the product."""
+    """Returns [n, i], [i, o] or [o, i], whether the weight's first axes are summed over, and the shape of the product."""
     summed, weight_axes = _summed_axes(equation), equation.split("->")[0].split(",")[1]
     kept, size = x.ndim - len(summed), math.prod(x.shape[x.ndim - len(summed) :])
     inputs_first = weight_axes.startswith(summed)
@@ -220,7 +226,7 @@ def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array, dtype: DT
 
 
 def _sum_over_vectors(left_ni: jax.Array, right_no: jax.Array) -> jax.Array:
-    """Returns left^T right, [i, o]. XLA would fold a plain transpose into the product and run it at float32's rate."""
+    """Returns left^T right, [i, o]. XLA would fold a plain transpose into the product, and run it at float32's rate."""
     even = ((0, left_ni.shape[0] % 2), (0, 0))
     left_ni, right_no = jnp.pad(left_ni, even), jnp.pad(right_no, even)
     inputs = left_ni.shape[1]
@@ -229,5 +235,5 @@ def _sum_over_vectors(left_ni: jax.Array, right_no: jax.Array) -> jax.Array:
 
 
 def _accumulated(equation: str, left: jax.Array, right: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Sums in float32 and rounds once, to the dtype of the operands or `dtype`."""
+    """Sums in float32, and rounds once, to the dtype of the operands or to `dtype`."""
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32).astype(dtype or left.dtype)

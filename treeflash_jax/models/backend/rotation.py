@@ -13,7 +13,7 @@ from treeflash_jax.core.dtypes import at_least_float32
 def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the two halves of each head against each other by the position's angle; see `layers.rotary_table`.
 
-    With a table for fewer elements, only the first ones of each head are rotated.
+    If the table is for fewer elements, only the first elements of each head are rotated.
     """
     size = table[0].shape[-1]
     if size < x_bthe.shape[-1]:
@@ -25,12 +25,12 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def by_swap(x_bthe: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """Rotates in one operation, for accelerators, which would launch one for each half."""
+        """Rotates in one operation, for accelerators: they would launch an operation for each half."""
         swapped_bthe = jnp.flip(x_bthe.reshape(*x_bthe.shape[:-1], 2, -1), axis=-2).reshape(x_bthe.shape)
         return x_bthe * cos + swapped_bthe * sin
 
     def by_product(x_bthe: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """Swaps by a product with a matrix of zeros and ones: for several positions, a TPU is slower at moving halves."""
+        """Swaps the halves by a product with zeros and ones: for several positions, a TPU is slower at moving halves."""
         swap_ee = jnp.roll(jnp.eye(size, dtype=narrow), size // 2, axis=1)
         swapped_bthe = jnp.einsum("bthe,ez->bthz", x_bthe.astype(narrow), swap_ee, preferred_element_type=wide)
         return x_bthe * cos + swapped_bthe * sin

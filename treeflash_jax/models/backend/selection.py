@@ -1,6 +1,6 @@
 """Top-k and argmax in the form that the backend runs fastest.
 
-Ties go to the lower index. Scores are unsharded; `vocab` has the versions for a sharded vocabulary.
+Among equal scores, the lower index comes first. Scores are not sharded; `vocab` has versions for a sharded vocabulary.
 
 Shape suffixes: b batch, n independent score vectors, v scores, g groups of GROUP scores, k largest entries, x candidates;
 `...` is any leading axes.
@@ -34,14 +34,15 @@ def _flat_top_k(scores_nv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def is_grouped(size: int, k: int) -> bool:
-    """Returns whether vectors are long enough to search the largest entry of each group first."""
+    """Returns whether vectors are long enough for first searching the largest entry of each group."""
     return size % GROUP == 0 and size >= 8 * k * GROUP
 
 
 def _grouped_top_k(scores_nv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Sorts v / GROUP maxima and k GROUP entries instead of v: the k groups with the largest maxima hold the top k.
+    """Returns the top k from the k groups with the largest maxima, which contain them.
 
-    This holds among ties too: a group left out is beaten by k groups with a larger maximum, or the same at lower indices.
+    It sorts v / GROUP maxima and k GROUP entries, instead of v entries. Ties are no problem: k groups have a larger maximum
+    than a group that is left out, or the same maximum at lower indices.
     """
     groups_ngv = scores_nv.reshape(scores_nv.shape[0], -1, GROUP)
     group_nk = jnp.sort(_flat_top_k(jnp.max(groups_ngv, axis=-1), k)[1], axis=-1)
@@ -51,7 +52,7 @@ def _grouped_top_k(scores_nv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def argmax(scores: jax.Array) -> jax.Array:
-    """Returns the index of the largest entry along the last axis; one outside if none is above -inf, as of NaN alone."""
+    """Returns the index of the largest entry along the last axis. If all are -inf or NaN, it is out of range."""
     if not is_grouped(scores.shape[-1], 1):
         return plain_argmax(scores)
     return lax.platform_dependent(scores, cpu=_grouped_argmax, default=plain_argmax)
@@ -66,7 +67,7 @@ def plain_argmax(scores: jax.Array) -> jax.Array:
 
 
 def _grouped_argmax(scores: jax.Array) -> jax.Array:
-    """Searches the first group with the largest maximum: on CPU this avoids two vocabulary-sized temporaries."""
+    """Searches the first group with the largest maximum. On CPU, this avoids two vocabulary-sized temporaries."""
     groups = scores.reshape(*scores.shape[:-1], -1, GROUP)
     group = plain_argmax(jnp.max(groups, axis=-1))
     peak_group = jnp.take_along_axis(groups, group[..., None, None], axis=-2)[..., 0, :]
@@ -74,9 +75,9 @@ def _grouped_argmax(scores: jax.Array) -> jax.Array:
 
 
 def stable_top_k(scores_bx: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns `lax.top_k` with ties in order of index: a CPU's is stable already, elsewhere this takes a stable sort.
+    """Returns `lax.top_k` with ties in order of index. This takes a stable sort, except on a CPU, where `top_k` is stable.
 
-    On a mesh every device sorts the scores of its own sequences.
+    On a mesh, every device sorts the scores of its sequences.
     """
 
     def by_sort(scores_bx: jax.Array) -> list[jax.Array]:

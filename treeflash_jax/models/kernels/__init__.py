@@ -1,12 +1,13 @@
-"""The door of kernels: the operation that each replaces, the device it was written for, and whether it ever ran there.
+"""Registry of kernels: the operation that each replaces, the device it was written for, and whether it ever ran there.
 
-A model names an operation, asks `find` for its kernel, and runs the plain form if there is none. A name of attention means
-that attention. Kernels of other operations form sets, of which a call may choose one (`use`). If a kernel does not take the
-operands, the plain form runs, and one line says so. Forms that XLA compiles and devices use unasked: `models.backend`.
+A model names an operation, asks `find` for its kernel, and runs the plain form if there is none. A name of attention
+selects that attention. Kernels of other operations belong to sets, of which a call may choose one (`use`). If a kernel does
+not take the operands, the plain form runs, and one line says so. Forms that XLA compiles, and that devices use by default,
+are in `models.backend`.
 
-A kernel is a file of this folder and a line of KERNELS. The file is imported at first use, since importing Pallas is slow.
-It has `run`, which replaces the plain form; `supports`, which returns whether the kernel takes the operands; and TAKES,
-which says the same in words. A CPU interprets kernels, slowly.
+To add a kernel, write a file in this folder and add a line to KERNELS. The file is imported at first use, because importing
+Pallas is slow. It has `run`, which replaces the plain form; `supports`, which returns whether the kernel takes the
+operands; and TAKES, which says the same in words. A CPU interprets kernels, slowly.
 """
 
 import importlib
@@ -24,14 +25,14 @@ HOPPER = ("NVIDIA H100", "NVIDIA H200")
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel behind the door.
+    """An entry of the registry.
 
     Attributes:
-      module: name of its file.
+      module: name of the kernel's file.
       backend: JAX's name of the backend.
-      chips: first words of JAX's names of the chips.
-      has_run: whether it ever ran on such a chip. If not, it was interpreted on CPUs and at most compiled for one.
-      oldest_jax: version of JAX that first has what it needs.
+      chips: first words of JAX's names for the chips.
+      has_run: whether it ever ran on such a chip. If not, CPUs interpreted it, and it was at most compiled for such a chip.
+      oldest_jax: first version of JAX that has what the kernel needs.
     """
 
     module: str
@@ -58,9 +59,9 @@ KERNELS: dict[str, dict[str, Kernel]] = {  # by operation, then by name of the a
     "product by blocks": {"mosaic-gpu": _mosaic_gpu("block_products_mosaic")},
     "delta rule": {"mosaic-gpu": _mosaic_gpu("delta_rule_mosaic"), "pallas-tpu": Kernel("delta_rule_tpu", "tpu")},
 }
-SETS = ("mosaic-gpu", "pallas-tpu")  # of operations other than attention
+SETS = ("mosaic-gpu", "pallas-tpu")  # sets of kernels for operations other than attention
 
-# `with use(name):` chooses a set for what is traced inside. JAX traces a function again for another set.
+# `with use(name):` chooses a set for everything traced inside. For another set, JAX traces a function again.
 use = jax.make_user_context(default_value=None)
 
 
@@ -89,7 +90,7 @@ def find(operation: str, *operands: Any, name: str | None = None) -> Callable[..
 
 
 def check_device(setting: str, name: str | None, device: Device) -> None:
-    """Raises ValueError if a setting names kernels of another device."""
+    """Raises ValueError if a setting names kernels for another device."""
     for kernels in KERNELS.values():
         if name in kernels and not kernels[name].runs_on(device):
             chips = " or ".join(filter(None, kernels[name].chips)) or f"a {kernels[name].backend}"

@@ -1,8 +1,8 @@
-"""A product, the residual added to it and the RMS norm of the sum, with one Pallas kernel for Hopper GPUs (Mosaic).
+"""A product, the addition of a residual and the RMS norm of the sum, with a Pallas kernel for Hopper GPUs (Mosaic).
 
-The plain form is a product, a sum and `layers.rms_norm`. XLA splits a product of few rows along its inner axis to fill a
-GPU, adds its shares up together with the residual, and norms in one or two operations more. Here the product leaves its
-shares, and one program per row adds and norms.
+The plain form is a product, a sum and `layers.rms_norm`. To fill a GPU, XLA splits a product of few rows along its inner
+axis. It then adds up the shares together with the residual, and norms in one or two more operations. Here, the product
+returns its shares, and one program per row adds and norms.
 
 Shape suffixes: b batch, t positions, r rows (a sequence and a position each), z inner axis, s shares of it, d model.
 """
@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from treeflash_jax.models.kernels.attention_mosaic import interpreter
 
-SHARES = 8  # of a product's inner axis, as XLA splits it
-MOST_ROWS = 256  # above, products fill the device without shares
+SHARES = 8  # number of shares into which XLA also splits a product's inner axis
+MOST_ROWS = 256  # with more rows, products fill the device without shares
 VECTOR = 4  # numbers that a thread loads at once
 TAKES = f"up to {MOST_ROWS} positions in all, arrays of one dtype, bfloat16 or float16, and one device"
 
@@ -28,7 +28,7 @@ def supports(residual_btd: jax.Array, x_btz: jax.Array, weight_dz: Any, scale_d:
     """Returns whether the kernel applies: one device, one narrow dtype, few rows, widths that threads and shares divide."""
     batch, positions, width = residual_btd.shape
     num_devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
-    if num_devices > 1 or not isinstance(weight_dz, jax.Array):  # others are quantised
+    if num_devices > 1 or not isinstance(weight_dz, jax.Array):  # other weights are quantised
         return False
     dtype = residual_btd.dtype
     if dtype not in (jnp.float16, jnp.bfloat16) or not dtype == weight_dz.dtype == scale_d.dtype:
@@ -59,7 +59,7 @@ def run(
 
 
 def _kernel(shares_ref, residual_ref, scale_ref, sum_ref, normed_ref, *, eps):
-    """Rounds where the product, the addition and `layers.rms_norm` do."""
+    """Rounds at the same places as the product, the addition and `layers.rms_norm`."""
     row, width, dtype = lax.axis_index("r"), scale_ref.shape[0], sum_ref.dtype
 
     def load(ref) -> jax.Array:

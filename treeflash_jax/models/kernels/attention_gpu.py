@@ -1,11 +1,11 @@
-"""Attention over a cached prefix as a Pallas kernel for GPUs (Triton); the plain form is "streamed" of `models.attention`.
+"""Attention over a cached prefix, as a Pallas kernel for GPUs (Triton). The plain form is "streamed" in `models.attention`.
 
-One program per sequence and key/value head, tile of queries and share of the prefix. A sequence's blocks of slots are
-divided evenly among its shares, whatever its length, so that a batch of one fills the device; the caller merges them.
+There is one program per sequence and key/value head, tile of queries and share of the prefix. A sequence's blocks of slots
+are divided evenly among its shares, whatever its length, so a batch of one fills the device. The caller merges the shares.
 No block past a sequence's length is read.
 
-Pallas' Triton lowering serves every NVIDIA GPU since Ampere; jax 0.12 deprecates it for Mosaic's (`attention_mosaic`).
-The sizes below are not tuned.
+Pallas' Triton lowering works on every NVIDIA GPU since Ampere. jax 0.12 deprecates it in favour of Mosaic
+(`attention_mosaic`). The sizes below are not tuned.
 
 Shape suffixes: b batch, k key/value heads, q queries of one key/value head, n layers of an array, s cache slots, x slots of
 one block, y shares of the prefix, e head dim.
@@ -28,11 +28,11 @@ from treeflash_jax.models.attention import Operands, divide, group_queries, logi
 from treeflash_jax.models.backend import products
 from treeflash_jax.models.kv_cache import LayerKV
 
-SLOTS = 64  # per block; a smaller power of two if that does not divide the capacity
-QUERIES = 64  # per tile, at most
-PROGRAMS = 256  # target: about two for each multiprocessor of a large GPU
-SHARE = 256  # slots of a full cache per share, at least
-LEAST = 16  # size of any side of a matrix product, at least
+SLOTS = 64  # slots per block; a smaller power of two if this does not divide the capacity
+QUERIES = 64  # most queries of a tile
+PROGRAMS = 256  # intended number of programs: about two for each multiprocessor of a large GPU
+SHARE = 256  # fewest slots of a full cache per share
+LEAST = 16  # smallest side of a matrix product
 TAKES = "heads of a power of two and at least 16, and caches of a multiple of 16 slots"
 
 
@@ -66,7 +66,7 @@ def run(operands: Operands) -> jax.Array:
 def _attend(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array, interpret: bool = False):
     """Returns sum exp(l - peak) v [b, k, y, q, e], sum exp(l - peak) [b, k, y, q] and peak = max l [b, k, y, q].
 
-    They are over a share of a query's logits l, in float32 at least; an empty share gives sums of 0 and a peak of -inf.
+    Each is over a share of a query's logits l, in float32 at least. An empty share gives sums of 0 and a peak of -inf.
     """
     batch, kv_heads, queries, head_dim = q_bkqe.shape
     _, layers, _, slots, _ = prefix.keys_bnkse.shape
@@ -106,7 +106,7 @@ def _attend(q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array, interpret: 
 
 
 def _kernel(length_ref, layer_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, size, shares):
-    """Attends to one share of one sequence's blocks."""
+    """Attends to a share of a sequence's blocks."""
     length, layer, wide = length_ref[...], layer_ref[...], mixed_ref.dtype
     blocks = lax.div(length + (size - 1), np.int32(size))
     each = lax.div(blocks + (shares - 1), np.int32(shares))
@@ -119,7 +119,7 @@ def _kernel(length_ref, layer_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, pe
         slots_x = index * size + jnp.arange(size)
         logits_qx = plgpu.dot(q_qe, k_ref[layer, at, :].T) * q_qe.shape[1] ** -0.5
         logits_qx = jnp.where(slots_x[None] < length, logits_qx, -jnp.inf)
-        peak_q = jnp.maximum(before_q, jnp.max(logits_qx, axis=1))  # finite: the first slot is seen
+        peak_q = jnp.maximum(before_q, jnp.max(logits_qx, axis=1))  # finite, because the first slot is seen
         weights_qx, kept_q = jnp.exp(logits_qx - peak_q[:, None]), jnp.exp(before_q - peak_q)
         added_qe = plgpu.dot(weights_qx.astype(v_ref.dtype), v_ref[layer, at, :])
         return mixed_qe * kept_q[:, None] + added_qe, total_q * kept_q + jnp.sum(weights_qx, axis=1), peak_q

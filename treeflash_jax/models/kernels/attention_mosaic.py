@@ -1,12 +1,12 @@
 """Attention over a cached prefix and the new positions in one Pallas kernel for Hopper GPUs (Mosaic).
 
-The plain form is "xla" of `models.attention`. The kernel can also norm and rotate queries and keys as the projections make
-them: as operations of their own, those steps take longer than the attention. It was compiled for an H200, and its sizes are
-not tuned.
+The plain form is "xla" in `models.attention`. The kernel can also norm and rotate queries and keys as the projections
+produce them. As separate operations, these steps take longer than the attention. The kernel was compiled for an H200, and
+its sizes are not tuned.
 
-One program per sequence, key/value head, tile of queries and share of the keys. The last share is the new positions; the
-others divide a sequence's blocks of slots evenly, whatever its length, so that a batch of one fills the device. No block
-past a sequence's length is read. XLA merges the shares.
+There is one program per sequence, key/value head, tile of queries and share of the keys. The last share is the new
+positions. The other shares divide a sequence's blocks of slots evenly, whatever its length, so a batch of one fills the
+device. No block past a sequence's length is read. XLA merges the shares.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, h query heads, k key/value heads,
 j heads of one key/value head in an array of new positions, z tiles of heads, i tiles of positions, y shares, r rows of a
@@ -30,9 +30,9 @@ from treeflash_jax.models.attention import Operands, on_each_device
 from treeflash_jax.models.kv_cache import LayerKV
 
 TILE = 64  # rows of a matrix product on Hopper; also keys of a block
-HEADS = 8  # per tile, at most
-PROGRAMS = 132  # target: one for each multiprocessor
-SHARE = 256  # slots of a full cache per share, at least
+HEADS = 8  # most heads of a tile
+PROGRAMS = 132  # intended number of programs: one for each multiprocessor
+SHARE = 256  # fewest slots of a full cache per share
 STAGES = 3  # blocks of keys and values in shared memory
 HIDDEN = -1e30  # logit of a hidden key: finite, so that a row is not NaN if all keys of its first block are hidden
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a tile
@@ -43,12 +43,12 @@ SoftmaxSums = tuple[jax.Array, jax.Array, jax.Array]  # sum exp(l - peak) v [r, 
 class _New(NamedTuple):
     """New positions: arrays [b, t or u, k, j, e] of queries, keys and values, which may be one array.
 
-    Attributes:
+    group: number of query heads, which are the first of the j heads.
       group: number of query heads; they are the first of j.
-      key, value: places among j.
-      q_turns_bte, k_turns_bue: cosines and sines of the rotation, one after the other.
+      key, value: indices among the j heads.
+      q_turns_bte, k_turns_bue: cosines of the rotation, followed by its sines.
       scales_je: scales of the RMS norm of query heads (first) and key (`key`).
-      eps: added to the mean square before its root; None: no norm.
+      eps: number added to the mean square before its root; None: no norm.
     """
 
     q_btkje: jax.Array
@@ -105,9 +105,9 @@ def attend_raw(
 
     Args:
       qkv_btkje: query heads, key and value of each key/value head, as projected.
-      turns_bte: cosines and sines of the rotation, one after the other.
-      scales_je: scales of the RMS norm of query heads and key, and one that is not read; None: no norm.
-      eps: added to the mean square before its root.
+      turns_bte: cosines of the rotation, followed by its sines.
+      scales_je: scales of the RMS norm of query heads and key, and another that is not read; None: no norm.
+      eps: number added to the mean square before its root.
     """
     group = qkv_btkje.shape[3] - 2
     norm = {"scales_je": scales_je, "eps": eps}
@@ -155,27 +155,27 @@ def _attend(new: _New, mask_btu: jax.Array, prefix: LayerKV, length_b: jax.Array
 
 
 def interpreter() -> Any:
-    """Returns parameters of the interpreter if the program is for a CPU: the ambient mesh's devices, or the default one."""
+    """Returns the interpreter's parameters if the program is for a CPU: the ambient mesh's devices, or the default one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return plgpu.InterpretGPUParams() if platform == "cpu" else None
 
 
 def _copyable(x_bnkje: jax.Array) -> jax.Array:
-    """Pads positions to a multiple of 8 if there are more: the hardware copies tiles of 8 of them."""
+    """Pads positions to a multiple of 8 if there are more than 8, because the hardware copies tiles of 8 positions."""
     padding = -x_bnkje.shape[1] % 8 if x_bnkje.shape[1] > 8 else 0
     return jnp.pad(x_bnkje, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0)))
 
 
 def _tiled(x_btn: jax.Array, span: int) -> jax.Array:
-    """Returns the rows of each tile of `span` positions, [b, i, r, n]: its positions once for each head."""
+    """Returns the rows of each tile of `span` positions, [b, i, r, n]. Each position is repeated for each head."""
     batch, positions, width = x_btn.shape
     x_btn = jnp.pad(x_btn.astype(jnp.float32), ((0, 0), (0, -positions % span), (0, 0)))
     return jnp.tile(x_btn.reshape(batch, -1, span, width), (1, 1, TILE // span, 1))
 
 
 def _merge_shares(mixed_bkziyre: jax.Array, total_bkziyr: jax.Array, peak_bkziyr: jax.Array) -> jax.Array:
-    """Returns attention [b, k, z, i, r, e]. Shares are added one by one, since XLA launches reductions separately."""
+    """Returns attention [b, k, z, i, r, e]. Adds up shares one by one, because XLA launches each reduction separately."""
     shares = range(peak_bkziyr.shape[4])
     peak_bkzir = reduce(jnp.maximum, [peak_bkziyr[:, :, :, :, y] for y in shares])
     kept = [jnp.exp(peak_bkziyr[:, :, :, :, y] - peak_bkzir) for y in shares]
@@ -189,18 +189,18 @@ def _kernel(
     scales_ref, mixed_ref, total_ref, peak_ref, new_keys_ref, q_smem, weights_smem, barrier, *,
     group, heads, key, value, eps
 ):  # fmt: skip
-    """Attends from one tile of queries to one share of the keys."""
+    """Attends from a tile of queries to a share of the keys."""
     b, k, z, i, y = at = tuple(lax.axis_index(name) for name in "bkziy")
     span, num_shares = TILE // heads, mixed_ref.shape[4] - 1
     for j in range(heads):
-        head = jnp.minimum(z * heads + j, group - 1)  # rows past the last head repeat it
+        head = jnp.minimum(z * heads + j, group - 1)  # rows past the last head repeat the last head
         queries = q_ref.at[b, pl.ds(i * span, span), k, head]
         plgpu.copy_gmem_to_smem(queries, q_smem.at[pl.ds(j * span, span)], barrier)
     plgpu.barrier_wait(barrier)
     _norm_and_rotate(q_smem, q_turns_ref.at[b, i], scales_ref.at[0], eps)
 
     def attend(step: Callable, keys_ref, values_ref, first, count) -> None:
-        """Adds up `count` blocks from `first` on, and writes their sums."""
+        """Adds up `count` blocks, starting at `first`, and writes their sums."""
         block = plgpu.BlockSpec((TILE, q_smem.shape[1]), lambda index: (first + index, 0))
         how = {"max_concurrent_steps": STAGES, "init_carry": _nothing(*q_smem.shape)}
         run = plgpu.emit_pipeline(step, grid=(count,), in_specs=[block, block], **how)
@@ -239,7 +239,7 @@ def _kernel(
 
 
 def _norm_and_rotate(x_smem, turns_ref, scales_ref, eps: float | None) -> None:
-    """Norms the heads of a tile, unless eps is None, and rotates their halves against each other, in place."""
+    """Norms the heads of a tile in place, unless eps is None, and rotates their halves against each other."""
     dtype, head_dim = x_smem.dtype, x_smem.shape[1]
     halves = pl.ds(0, head_dim // 2), pl.ds(head_dim // 2, head_dim // 2)
     parts = [load_wide(x_smem.at[:, half], plgpu.Layout.WGMMA) for half in halves]
@@ -248,13 +248,13 @@ def _norm_and_rotate(x_smem, turns_ref, scales_ref, eps: float | None) -> None:
         inverse = lax.broadcast_in_dim(lax.rsqrt(square_r + eps), parts[0].shape, [0])
         for n, half in enumerate(halves):
             scale_e = load_wide(scales_ref.at[half], plgpu.Layout.WGMMA.reduce(0))
-            normed = (parts[n] * inverse).astype(dtype).astype(jnp.float32)  # rounded where `layers.rms_norm` does
+            normed = (parts[n] * inverse).astype(dtype).astype(jnp.float32)  # rounds where `layers.rms_norm` does
             parts[n] = (normed * lax.broadcast_in_dim(scale_e, normed.shape, [1])).astype(dtype).astype(jnp.float32)
     cos, sin = (load_wide(turns_ref.at[:, half], plgpu.Layout.WGMMA) for half in halves)
     first, second = parts
     x_smem[:, halves[0]] = (first * cos - second * sin).astype(dtype)
     x_smem[:, halves[1]] = (second * cos + first * sin).astype(dtype)
-    plgpu.commit_smem()  # products and copies see writes before it
+    plgpu.commit_smem()  # products and copies then see all earlier writes
 
 
 def _logits(q_smem, k_smem) -> jax.Array:
@@ -268,7 +268,7 @@ def _nothing(rows: int, head_dim: int) -> SoftmaxSums:
 
 
 def _add_block(sums: SoftmaxSums, logits_rx: jax.Array, v_smem, weights_smem) -> SoftmaxSums:
-    """Adds the values of a block under an online softmax."""
+    """Adds the values of a block, with an online softmax."""
     mixed_re, total_r, before_r = sums
     peak_r = jnp.maximum(before_r, jnp.max(logits_rx, axis=1))
     weights_rx = jnp.exp(logits_rx - lax.broadcast_in_dim(peak_r, logits_rx.shape, [0]))

@@ -1,12 +1,13 @@
 """Products of 2 to 128 vectors with FP8 weights that have a scale per block, in a Pallas kernel for Hopper GPUs (Mosaic).
 
-The plain forms are those of `block_products`, which write the vectors once per block of outputs, or parts of the weight.
-The kernel converts values as it reads them and scales the sums over each block of inputs, so that it writes sums alone.
-It was compiled for an H200.
+The plain forms are in `block_products`. They write the vectors once per block of outputs, or parts of the weight. The
+kernel converts values as it reads them, and scales the sums over each block of inputs, so it writes only sums. It was
+compiled for an H200.
 
-One program per tile of outputs and share of the blocks of inputs, as many shares as fill the device. XLA adds them up.
+There is one program per tile of outputs and share of the input blocks, with as many shares as fill the device. XLA adds up
+the shares.
 
-Shape suffixes: n vectors, i inputs, o outputs, b outputs of a block, `...` blocks of outputs, j all of those, k blocks of
+Shape suffixes: n vectors, i inputs, o outputs, b outputs of a block, `...` blocks of outputs, j all of these, k blocks of
 inputs, s shares, t outputs of a tile.
 """
 
@@ -21,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from treeflash_jax.models.kernels.attention_mosaic import PROGRAMS, TILE, interpreter, load_wide, multiply_tiles
 
-INPUTS = 128  # of a block
+INPUTS = 128  # inputs of a block
 MOST_VECTORS = 128
 STAGES = 4  # blocks of values and vectors in shared memory
 TAKES = (
@@ -30,7 +31,7 @@ TAKES = (
 
 
 def supports(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> bool:
-    """Returns whether the kernel applies: one device, few vectors in a narrow dtype, blocks as published FP8 files have."""
+    """Returns whether the kernel applies: one device, few vectors in a narrow dtype, blocks as in published FP8 files."""
     num_devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
     is_few = 1 < x_ni.shape[0] <= MOST_VECTORS and x_ni.dtype in (jnp.float16, jnp.bfloat16)
     is_divided = values.shape[-2] % TILE == 0 and values.shape[-1] == scale.shape[-1] * INPUTS
@@ -64,7 +65,7 @@ def run(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _kernel(x_ref, values_ref, scale_ref, y_ref, wide_smem):
-    """Multiplies all vectors with one tile of outputs over one share of the inputs."""
+    """Multiplies all vectors by a tile of outputs, over a share of the inputs."""
     tile, share = lax.axis_index("t"), lax.axis_index("s")
     size = values_ref.shape[0] // scale_ref.shape[0]
     steps = scale_ref.shape[1] // y_ref.shape[0]

@@ -1,9 +1,9 @@
-"""The gated delta rule as one Pallas kernel for Hopper GPUs (Mosaic), a program for each value head of each sequence.
+"""The gated delta rule as a Pallas kernel for Hopper GPUs (Mosaic), with a program for each value head of each sequence.
 
-Another form of `delta_rule.attend` for up to its BLOCK positions, and heads of 64 or 128. Hopper's matrix units
-take no float32: an operand is the sum of three bfloat16 numbers, and a product the sum of six of theirs. The system is
-solved by its inverse, which grows from the inverses of blocks on its diagonal and is as stable as a substitution. The
-kernel was compiled for an H200.
+It is another form of `delta_rule.attend`, for up to BLOCK positions and heads of 64 or 128. Hopper's matrix units take no
+float32, so an operand is the sum of three bfloat16 numbers, and a product is the sum of six of their products. The system
+is solved by its inverse. The inverse is built from the inverses of blocks on its diagonal, and is as stable as
+substitution. The kernel was compiled for an H200.
 
 Shape suffixes: as in `delta_rule`; r rows and x columns of an operand.
 """
@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from treeflash_jax.models.delta_rule import BLOCK, on_each_device
 from treeflash_jax.models.kernels.attention_mosaic import interpreter
 
-PIECES = 3  # of 8 bits each
+PIECES = 3  # bfloat16 numbers per float32, of 8 bits each
 PAIRS = [(i, j) for i in range(PIECES) for j in range(PIECES - i)]  # other products are below a float32's last bit
 TAKES = f"2 to {BLOCK} positions, heads of 64 or 128, and states in float32"
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -32,9 +32,9 @@ def supports(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu) 
 
 
 def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns outputs and updates of the new positions, [b, t, h, f] float32 each, as `delta_rule.attend`.
+    """Returns outputs and updates of the new positions, [b, t, h, f] float32 each, like `delta_rule.attend`.
 
-    On a mesh every device does this for its own sequences and key heads. A CPU interprets the kernel, slowly.
+    On a mesh, every device does this for its sequences and key heads. A CPU interprets the kernel, slowly.
     """
     return on_each_device(_run, *arrays)
 
@@ -68,7 +68,7 @@ def _kernel(
     q_ref, k_ref, v_ref, decay_ref, beta_ref, mask_ref, state_ref, out_ref, updates_ref, left_smem, right_smem, total_smem,
     *, each
 ):  # fmt: skip
-    """Computes one head. Operands are loaded again for each product, since registers hold few of them."""
+    """Computes one head. Operands are loaded again for each product, because registers hold few of them."""
     b, h = lax.axis_index("b"), lax.axis_index("h")
     key_dim, value_dim = k_ref.shape[3], v_ref.shape[3]
     g, first = lax.div(h, each), lax.rem(h, each) * value_dim
@@ -101,7 +101,7 @@ def _kernel(
     apart_tu = rows_tu ^ columns_tu  # its highest bit is half the size of the smallest block on the diagonal with both
 
     def double(step: jax.Array, inverse_tu: jax.Array) -> jax.Array:
-        """Returns the inverses of the blocks of 2^(step + 1) positions on the diagonal, given those of half the size."""
+        """Returns the inverses of the diagonal blocks of 2^(step + 1) positions, given those of blocks half as large."""
         half = 1 << step
         store_left(inverse_tu)
         store_right(jnp.where((apart_tu >= half) & (apart_tu < 2 * half), system_tu, 0.0))
@@ -143,7 +143,7 @@ def _store(operand_smem, x_rx: jax.Array, row: int = 0) -> None:
         piece_rx = x_rx.astype(jnp.bfloat16)
         piece_smem[row : row + rows, :columns] = piece_rx
         x_rx = x_rx - piece_rx.astype(jnp.float32)
-    plgpu.commit_smem()  # products see writes before it
+    plgpu.commit_smem()  # products then see all earlier writes
 
 
 def _scale(x_rx: jax.Array, scale_r: jax.Array) -> jax.Array:

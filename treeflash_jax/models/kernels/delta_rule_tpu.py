@@ -1,8 +1,8 @@
-"""The gated delta rule as one Pallas kernel for TPUs, a program for each value head of each sequence.
+"""The gated delta rule as a Pallas kernel for TPUs, with a program for each value head of each sequence.
 
-Another form of `delta_rule.attend` for up to its BLOCK positions: XLA expands the triangular solve into loops there. The
-system is solved by sweeps u <- right - A u. After i of them every position of depth below i is exact, and the rounding is
-that of a substitution, since no power of A appears. The kernel was compiled for v5e and v5p.
+It is another form of `delta_rule.attend`, for up to BLOCK positions, because XLA expands the triangular solve into loops.
+The system is solved by sweeps u <- right - A u. After i sweeps, every position of depth below i is exact. The rounding
+error is as in substitution, because no power of A appears. The kernel was compiled for v5e and v5p.
 
 Shape suffixes: as in `delta_rule`.
 """
@@ -35,12 +35,12 @@ def run(
     *,
     depth: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns outputs and updates of the new positions, [b, t, h, f] float32 each, as `delta_rule.attend`.
+    """Returns outputs and updates of the new positions, [b, t, h, f] float32 each, like `delta_rule.attend`.
 
-    On a mesh every device does this for its own sequences and key heads.
+    On a mesh, every device does this for its sequences and key heads.
 
     Args:
-      depth: number of positions of the longest path, which is the number of sweeps; None: all positions.
+      depth: number of positions on the longest path, which is also the number of sweeps; None: all positions.
     """
     forms = {"cpu": partial(_run, depth=depth, interpret=True), "tpu": partial(_run, depth=depth)}
     return on_each_device(

@@ -1,9 +1,10 @@
 """Decoder layers whose norms, rotation, attention and residual additions run in Pallas kernels for Hopper GPUs (Mosaic).
 
-Another form of the layers of `verifier.forward`, in about half as many launches. A kernel that adds to the residual stream
-also norms it for what follows, so each layer takes and returns both. The kernels were compiled for an H200.
+They are another form of the layers in `verifier.forward`, with about half as many launches. A kernel that adds to the
+residual stream also norms the sum for the next part, so each layer takes and returns both. The kernels were compiled for an
+H200.
 
-Shape suffixes: b batch, t new positions, k key/value heads, g query heads of one key/value head, its key and its value,
+Shape suffixes: b batch, t new positions, k key/value heads, g heads of one key/value head: its queries, key and value,
 e head dim, d model, z inner axis of a product.
 """
 
@@ -31,7 +32,7 @@ Normed = tuple[jax.Array, jax.Array | None]  # the residual stream, and its norm
 def supports(
     params, config: ModelConfig, norm_d, x_btd, inputs: dict[str, PassInputs], prefixes, earlier, inputs_lbtp
 ) -> bool:
-    """Returns whether a pass runs in kernels: plain attention layers of merged weights, over caches alone."""
+    """Returns whether a pass runs in kernels. It must have plain attention layers with merged weights, and only caches."""
     has_more = config.offset_norms or config.gates_attention or config.attention_sinks or config.rope.fraction < 1
     has_more = has_more or config.post_norms or config.value_norm or config.layer_scalars or config.activation != "silu"
     if has_more or {*config.kinds} != {"full_attention"} or prefixes is None or earlier is not None:
@@ -50,7 +51,7 @@ def run(
     earlier: None,
     inputs_lbtp: Any,
 ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
-    """Runs all layers, as `verifier.run_layers`."""
+    """Runs all layers, like `verifier.run_layers`."""
     eps, [shared] = config.rms_norm_eps, inputs.values()
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
@@ -83,7 +84,7 @@ def run(
 def _attend(
     weights: Params, config: ModelConfig, x_btd: jax.Array, inputs: PassInputs, prefix: LayerKV
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Norms and rotates new positions, and attends as `attention.tree_attention` does, in one kernel.
+    """Norms and rotates new positions, and attends like `attention.tree_attention`, in one kernel.
 
     Returns attention [b, t, h, e], and keys and values [b, t, k, e] for the cache.
     """
@@ -99,7 +100,7 @@ def _attend(
 
 
 def add_product(residual_btd: jax.Array, x_btz: jax.Array, weight_dz: Any, scale_d: jax.Array, eps: float) -> Normed:
-    """Returns residual + weight x, and its RMS norm if there is a kernel for the arrays, else None."""
+    """Returns residual + weight x and its RMS norm. Without a kernel for these arrays, the norm is None."""
     operands = residual_btd, x_btz, weight_dz, scale_d, eps
     if add := kernels.find("norm and add", *operands):
         return add(*operands)
