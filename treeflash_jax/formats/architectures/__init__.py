@@ -1,10 +1,14 @@
-"""Architectures: how config keys and tensor names of each family of verifiers map to ours.
+"""Architectures: how the config keys and tensor names of each verifier family correspond to those of this package.
 
-A family is one `Architecture` and one line in ARCHITECTURES; `architecture.Architecture` describes its fields, `dense` has
-the parts that families share. A family with other layer weights or mathematics also needs them in `models`, as a kind of
-layer (`models.layer_protocol`) or chosen by fields of `ModelConfig`: `dense.QWEN2` sets `qkv_bias` in `constants` and names
-the biases in `layer`. In `qwen3_moe`, a mixture of experts, `keys` adds the sizes of the experts, `derive` lists the dense
-layers, `layer` names the weights of both kinds of layers, and `layouts` has the names of a second file layout.
+A family is an `Architecture` and a line in ARCHITECTURES. `architecture.Architecture` describes its fields; `dense` has the
+parts that families share. If a family has other layer weights or mathematics, `models` also needs them, as a kind of layer
+(`models.layer_protocol`) or as a choice by fields of `ModelConfig`. Two examples:
+
+- `dense.QWEN2` sets `qkv_bias` in `constants` and names the biases in `layer`.
+- In `qwen3_moe`, a mixture of experts, `keys` adds the sizes of the experts, `derive` lists the dense layers, `layer` names
+  the weights of both kinds of layers, and `layouts` has the names of a second file layout.
+
+This adds a family:
 
     from treeflash_jax.formats.architectures import ARCHITECTURES, dense
     from treeflash_jax.formats.architectures.architecture import Architecture
@@ -20,7 +24,7 @@ layers, `layer` names the weights of both kinds of layers, and `layouts` has the
         outside=dense.OUTSIDE,
     )
 
-`load`, `convert`, training and the command line then read folders of that family.
+`load`, `convert`, training and the command line then read folders of this family.
 """
 
 from treeflash_jax.core.checks import LONGEST_PATH, clipped, quoted

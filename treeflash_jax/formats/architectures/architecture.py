@@ -1,4 +1,4 @@
-"""Model families: how the keys and tensors of their files map to fields and weights of ours."""
+"""Model families: how keys and tensors in their files correspond to fields and weights of this package."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -23,8 +23,8 @@ class Key:
       field: field of ModelConfig.
       kind: int (at least 1), float (above 0) or bool.
       most: largest value of an int.
-      default: value of a missing key, as in the family's configuration class in transformers; None: the key is required.
-        A function of the config's keys and the fields read so far replaces null too.
+      default: value if the key is missing, as in the family's configuration class in transformers; None: the key is
+        required. If it is a function of the config's keys and the fields read so far, it also replaces null.
     """
 
     name: str
@@ -44,39 +44,40 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model family. A key of its config.json is read, inert, refused (`keys.NUMERIC_KEYS`) or ignored with a warning.
+    """A model family. Keys of its config.json are read, inert, refused (`keys.NUMERIC_KEYS`) or ignored with a warning.
 
     Attributes:
-      model_type: `model_type` in config.json and in ModelConfig.
-      class_name: `architectures` in config.json.
-      keys: keys that map to one field of ModelConfig, for reading and writing.
+      model_type: value of `model_type` in config.json and in ModelConfig.
+      class_name: value of `architectures` in config.json.
+      keys: keys that correspond to one field of ModelConfig each, for reading and writing.
       constants: fields of ModelConfig that are fixed for the family.
-      only: keys with the values that are implemented; an absent key means the first one.
-      layer_types: implemented values of the key `layer_types`.
+      only: keys with their implemented values; a missing key has the first of these.
+      layer_types: values of the key `layer_types` that are implemented.
       inert: keys without effect on a forward pass.
-      derive: function of the config's keys and the fields already read; returns fields of ModelConfig that depend on
-        several keys, such as the dense layers of a mixture of experts. May raise ValueError.
+      derive: function of the config's keys and the fields read so far. It returns fields of ModelConfig that depend on
+        several keys, such as the dense layers of a mixture of experts. It may raise ValueError.
       derived: keys that `derive` reads.
-      write: function of a ModelConfig that returns the keys for the fields of `derive`.
-      layer: location on disk of each weight of a layer, by our name, for all kinds of layers; tensor names lack the
+      write: function of a ModelConfig; returns the keys for the fields of `derive`.
+      layer: location on disk of each weight of a layer, by its name here, for all kinds of layers; tensor names lack the
         prefix "model.layers.0.".
       outside: location on disk of the other weights.
-      rotated: share of a head that is rotated if a file does not state it; families with 1 rotate whole heads only.
+      rotated: share of a head that is rotated if a file does not state it. Families with 1 always rotate whole heads.
       rope_theta: base of the rotary embedding if a file does not state it.
-      rope: other rope settings of a file that states none, by their keys.
-      adapt_tensors: function of a config and a file's tensors by name; renames, splits or leaves out tensors, and returns
-        the tensors that `layer` and `outside` name.
-      mtp: location on disk of the weights of a layer of multi-token prediction besides its decoder layer; {}:
-        files of the family have no such layer.
+      rope: other rope settings, by key, for files that state none.
+      adapt_tensors: function of a config and a file's tensors by name. It renames, splits or leaves out tensors, and
+        returns the tensors that `layer` and `outside` name.
+      mtp: location on disk of the weights of a multi-token prediction layer, except its decoder layer; {}: files of the
+        family have no such layer.
       is_written: whether files of the family can be written.
-      layouts: alternatives to `layer`; the names of a file's tensors determine which one it has.
-      gguf: `general.architecture` of the family's GGUF files; None: not readable.
-      gguf_sizes: keys of config.json with the metadata keys of their values, for sizes that only this family has.
-      gguf_keys: function of the metadata of the family's GGUF files, without its name, and of the tensors; returns metadata
-        of a model whose layers are the same, and keys of config.json for the others. May raise ValueError.
-      gguf_names: names in layers of GGUF files that the package gguf does not have, by those of `layer`.
-      gguf_reads: function of a tensor's name and a config that returns whether it is read.
-      gguf_rotates_pairs: GGUF files order query and key matrices for a rotation of neighbouring elements.
+      layouts: alternatives to `layer`. The names of a file's tensors determine which layout it has.
+      gguf: value of `general.architecture` in the family's GGUF files; None: such files are not read.
+      gguf_sizes: for sizes that only this family has, keys of config.json with the metadata keys of their values.
+      gguf_keys: function of the metadata of the family's GGUF files, without the family's name in keys, and of the tensors.
+        It returns metadata as of a model with one kind of layer, and keys of config.json for other layers. It may raise
+        ValueError.
+      gguf_names: names of tensors in GGUF layers that the package gguf does not know, by the names in `layer`.
+      gguf_reads: function of a tensor's name and a config; returns whether the tensor is read.
+      gguf_rotates_pairs: whether GGUF files order query and key matrices for a rotation of neighbouring elements.
     """
 
     model_type: str
@@ -106,9 +107,9 @@ class Architecture:
     gguf_rotates_pairs: bool = False
 
     def read(self, keys: Keys, also_known: Collection[str] = ()) -> ModelConfig:
-        """Returns the config that a config.json states; the caller reads the keys `also_known`.
+        """Returns the config of a config.json. The caller reads the keys `also_known`.
 
-        Raises ValueError for a key or value that is not implemented, or a missing size.
+        Raises ValueError for a key or value that is not implemented, and for a missing size.
         """
         known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types", quant_methods.KEY}
         keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known))
@@ -138,7 +139,7 @@ class Architecture:
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
         """Returns config.json for a config, as transformers would write it; without `architectures` and dtype.
 
-        Raises ValueError for a family that is only read.
+        Raises ValueError if the family can only be read.
         """
         if not self.is_written:
             raise ValueError(f"got a model of type {self.model_type!r} to write, expected another: this one is only read")
@@ -157,7 +158,7 @@ class Architecture:
 
         Args:
           specs: tree of Spec, in which "groups" contains the layers.
-          names: names of the file's tensors, which determine the layout; empty when files are written.
+          names: names of the file's tensors, which determine the layout; empty if files are being written.
         """
         entries = {name: entry for name, entry in self.outside.items() if name in specs}
         return entries | {"groups": self.layer_entries(specs["groups"], "model.", names)}
@@ -165,7 +166,7 @@ class Architecture:
     def layer_entries(
         self, groups: list[list[dict[str, Any]]], prefix: str, names: Collection[str] = ()
     ) -> list[list[dict[str, Entry]]]:
-        """Returns the location on disk of each weight of a stack of layers, as `entries`."""
+        """Returns the location on disk of each weight of a stack of layers, like `entries`."""
         stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
         layers = list(chain.from_iterable(groups))
         weights = {name for specs in layers for name in specs}

@@ -1,4 +1,4 @@
-"""Dense families: Llama 2 and 3 (also SmolLM2), Qwen2 and Qwen2.5, and Qwen3; and the keys and tensor names they share."""
+"""Dense families: Llama 2 and 3 (also SmolLM2), Qwen2 and Qwen2.5, and Qwen3. Also the keys and tensor names they share."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
 from treeflash_jax.formats.keys import Keys
 
-MAX_LAYERS = 1000  # checked before specs of the layers are built
+MAX_LAYERS = 1000  # limit that is checked before specs of the layers are built
 LINEAR: dict[str, Any] = {"order": (1, 0), "row_axes": 1}  # [in, out] here, [out, in] on disk
 AS_ON_DISK: dict[str, Any] = {"order": (0, 1), "row_axes": 1}  # [out, in]
 TO_HEADS: dict[str, Any] = {"order": (0, 1, 2), "row_axes": 2}  # [heads, head_dim, in] here, [heads head_dim, in] on disk
@@ -26,7 +26,7 @@ def size_keys(head_dim: Any, kv_heads: int | None = None, eps: float = 1e-6) -> 
     """Returns the keys of a dense model, with the defaults of the family's configuration class in transformers.
 
     Args:
-      head_dim: computes a missing head_dim, as `Key.default`.
+      head_dim: function that computes a missing head_dim, as `Key.default`.
       kv_heads: default of num_key_value_heads; None: num_attention_heads, as for null.
       eps: default of rms_norm_eps.
     """
@@ -57,8 +57,8 @@ ONLY = {
     "use_mrope": (False, None),
     "pruned_heads": ({}, None),
 }
-# Training, bookkeeping, how other programs run a model, and their generation defaults. `sliding_window` and
-# `max_window_layers` act only through `use_sliding_window` and `layer_types`, which are checked.
+# Keys of training, of bookkeeping, of how other programs run a model, and of generation defaults. `sliding_window` and
+# `max_window_layers` have an effect only through `use_sliding_window` and `layer_types`, which are checked.
 INERT = frozenset(
     """architectures attention_dropout bos_token_id pad_token_id sep_token_id decoder_start_token_id cls_token_id
     dtype torch_dtype initializer_range max_window_layers sliding_window transformers_version use_cache _name_or_path
@@ -91,7 +91,7 @@ OUTSIDE = {
 
 
 def _check_head_dim(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for head_dim other than hidden_size / num_heads: readers of Qwen2 disagree on its meaning."""
+    """Raises ValueError for a head_dim other than hidden_size / num_heads: readers of Qwen2 disagree on its meaning."""
     head_dim, heads, width = (fields[name] for name in ("head_dim", "num_heads", "hidden_size"))
     keys.expect(head_dim * heads == width, "head_dim", head_dim, f"hidden_size {width} over {heads} heads")
     return {}
@@ -115,7 +115,7 @@ QWEN2 = replace(
     class_name="Qwen2ForCausalLM",
     keys=size_keys(head_dim=even_heads, kv_heads=32),
     constants={"qk_norm": False, "qkv_bias": True},
-    only=ONLY | {"attention_bias": (None, False)},  # true would give `o` a bias as well
+    only=ONLY | {"attention_bias": (None, False)},  # with true, `o` would have a bias, too
     derive=_check_head_dim,
     layer=LAYER | {f"{name}_bias": Entry(f"self_attn.{name}_proj.bias", **BIAS) for name in ("q", "k", "v")},
     gguf="qwen2",

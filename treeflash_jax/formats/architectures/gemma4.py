@@ -1,7 +1,7 @@
-"""Gemma 4: windows in most layers, and full attention in between with heads of another size; dense or with experts.
+"""Gemma 4: windows in most layers, and layers of full attention with other head sizes in between; dense or with experts.
 
-The edge models (E2B, E4B) have inputs of each layer's own and layers that share keys and values. Files on the Hub hold
-image-and-text models (`image_and_text`), of two types that have the same text model.
+In the edge models (E2B, E4B), each layer has an additional input, and some layers share keys and values. Files on the Hub
+hold image-and-text models (`image_and_text`), of two types with the same text model.
 
 Source: transformers, models gemma4 and gemma4_unified.
 """
@@ -24,7 +24,7 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import KindSizes, ModelConfig, Rope
 
 _OTHERS = tuple(f"model.{name}." for name in "vision_tower audio_tower embed_vision embed_audio vision_embedder".split())
-_ROPE = {  # of files that state none
+_ROPE = {  # rope settings of files that state none
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
@@ -63,7 +63,7 @@ def _keys(max_positions: int) -> tuple[Key, ...]:
 
 
 def _derive(keys: Keys, fields: Mapping[str, Any], input_size: int, window: int) -> dict[str, Any]:
-    """Returns the kinds of layers with their sizes, the width of each layer's own input, and the experts."""
+    """Returns the kinds of layers with their sizes, the width of the additional layer inputs, and the experts."""
     num_layers, vocab_size = fields["num_layers"], fields["vocab_size"]
     types = keys.raw.get("layer_types") or [FULL if i % 6 == 5 else SLIDING for i in range(num_layers - 1)] + [FULL]
     keys.expect(types[-1] == FULL, "last of layer_types", types[-1], FULL)
@@ -91,7 +91,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any], input_size: int, window: int)
 
 
 def _sizes(keys: Keys, fields: Mapping[str, Any], types: list[str]) -> dict[str, KindSizes]:
-    """Returns the sizes of layers with a window and of the others, in either spelling."""
+    """Returns the sizes of layers with a window and of other layers, in either spelling."""
     names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
     usual = {key: fields[field] for key, field in names.items()}
     is_same = keys.truth("attention_k_eq_v", False)
@@ -117,7 +117,7 @@ def _sizes(keys: Keys, fields: Mapping[str, Any], types: list[str]) -> dict[str,
 
 
 def _listed_sizes(listed: Keys, usual: Mapping[str, int], types: list[str]) -> dict[str, int]:
-    """Returns the sizes of full attention in `per_layer_config`. Raises ValueError if layers of one kind differ."""
+    """Returns the sizes of full attention in `per_layer_config`. Raises ValueError if layers of the same kind differ."""
     by_kind: dict[str, list[dict[str, int]]] = {FULL: [], SLIDING: [dict(usual)]}
     listed.check_known({str(layer) for layer in range(len(types))})
     for layer, kind in enumerate(types):
@@ -131,9 +131,10 @@ def _listed_sizes(listed: Keys, usual: Mapping[str, int], types: list[str]) -> d
 
 
 def _rotation(settings: Keys, head_dim: int, max_positions: int) -> Rope:
-    """Returns the rotation of one kind, which also undoes the scale of attention: Gemma's scores have none.
+    """Returns the rotation of a kind of layers. It also undoes the scaling of scores, which Gemma does not have.
 
-    Attention divides scores by sqrt(head_dim), and rotated queries and keys are multiplied by its root each.
+    Attention divides scores by sqrt(head_dim), so rotated queries and keys are each multiplied by the fourth root of
+    head_dim.
     """
     settings.expect(head_dim % 2 == 0, "head_dim", head_dim, "an even number (its halves are rotated)")
     usual = 0.25 if settings.raw.get("rope_type") == "proportional" else 1.0
@@ -143,7 +144,7 @@ def _rotation(settings: Keys, head_dim: int, max_positions: int) -> Rope:
 
 
 def _experts(keys: Keys) -> dict[str, Any]:
-    """Returns the fields of the experts; none in dense models."""
+    """Returns the fields of the experts; {} for dense models."""
     if not keys.truth("enable_moe_block", False):
         return {}
     num_experts, each = keys.whole("num_experts", most=MAX_EXPERTS), keys.whole("top_k_experts")
@@ -158,7 +159,7 @@ def _experts(keys: Keys) -> dict[str, Any]:
 
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns the text model's tensors without those of keys and values in layers that share others'."""
+    """Returns the text model's tensors, without keys and values of layers that share another layer's."""
     tensors = text_tensors(config, tensors, _OTHERS)
     shares = [kind.startswith("shared_") for kind in config.kinds]
 
@@ -180,7 +181,7 @@ GEMMA4 = Architecture(
     only={
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False, None),
-        "use_bidirectional_attention": (None, "vision"),  # among the tokens of an image
+        "use_bidirectional_attention": (None, "vision"),  # "vision": only among the tokens of an image
         **dict.fromkeys({*rope.KEYS} - {"rope_parameters", "rope_interleaved"}, (None,)),
     },
     inert=INERT - {"sliding_window"},
@@ -206,5 +207,5 @@ GEMMA4_UNIFIED = replace(
     class_name="Gemma4UnifiedForCausalLM",
     keys=_keys(262_144),
     derive=partial(_derive, input_size=0, window=1024),
-    gguf=None,  # files of both types have the same name
+    gguf=None,  # GGUF files of both types have the same name
 )

@@ -1,6 +1,6 @@
-"""Metadata of Gemma 4's GGUF files, whose layers are of two kinds, as keys of config.json.
+"""Metadata of Gemma 4's GGUF files, which have two kinds of layers, as keys of config.json.
 
-Sizes without a suffix are those of full attention there, those with "_swa" of layers with a window.
+In the metadata, sizes without a suffix are for full attention; sizes with "_swa" are for layers with a window.
 
 Source: ggml-org/llama.cpp, conversion/gemma.py.
 """
@@ -15,7 +15,7 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROPE_DIVISORS = "rope_freqs.weight"  # of full attention: 1 for pairs that are rotated
+ROPE_DIVISORS = "rope_freqs.weight"  # divisors for full attention: 1 for pairs that are rotated
 NAMES = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
@@ -23,14 +23,14 @@ NAMES = {
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
 }
-_SIZES = {  # keys of config.json that are 0 or absent without the part
+_SIZES = {  # keys of config.json that are 0 or absent if the model lacks the part
     "num_kv_shared_layers": "attention.shared_kv_layers",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
     "num_experts": "expert_count",
     "top_k_experts": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-_OF_WINDOWS = {  # keys of a model whose layers are the same
+_OF_WINDOWS = {  # keys of a model with one kind of layer
     "attention.key_length": "attention.key_length_swa",
     "attention.value_length": "attention.value_length_swa",
     "rope.dimension_count": "rope.dimension_count_swa",
@@ -41,7 +41,7 @@ _OTHERS = ("attention.sliding_window_pattern", "attention.sliding_window", "fina
 
 
 def split_keys(keys: Keys, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the metadata of layers with a window as if all were such, and keys of config.json for the others.
+    """Returns the metadata as if all layers had a window, and keys of config.json for the other layers.
 
     Raises ValueError for lists that do not match, or a rotation that is not implemented.
     """
@@ -83,13 +83,13 @@ def split_keys(keys: Keys, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def is_read(name: str, config: ModelConfig) -> bool:
-    """Returns false for keys and values of layers that share those of others."""
+    """Returns False for keys and values of layers that share another layer's."""
     match = _KEYS_AND_VALUES.match(name)
     return not (match and int(match[1]) < config.num_layers and config.kinds[int(match[1])].startswith("shared_"))
 
 
 def _by_layer(keys: Keys, name: str, count: int) -> list[int]:
-    """Returns the value for each layer of a key that has one for all or a list."""
+    """Returns the value for each layer, for a key that has one value for all layers or a list."""
     value = keys.value(int | list[int], name, None, f"a whole number, or {count} of them", least=1)
     values = value if isinstance(value, list) else [value] * count
     keys.expect(len(values) == count, name, value, f"one for each of {count} layers")

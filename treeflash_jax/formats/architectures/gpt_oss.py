@@ -1,6 +1,6 @@
-"""gpt-oss: windows in every second layer, attention sinks, biases, and clamped experts in dense or MXFP4 tensors.
+"""gpt-oss: a window in every second layer, attention sinks, biases, and clamped experts in dense or MXFP4 tensors.
 
-Gate and up alternate along an axis of one tensor. MXFP4 tensors (`quant_methods.mxfp4`) have the name of their blocks.
+Gate and up alternate along an axis of one tensor. MXFP4 tensors (`quant_methods.mxfp4`) are named after their blocks.
 
 Source: transformers, model gpt_oss.
 """
@@ -45,7 +45,7 @@ _LAYER = QWEN2.layer | {
 
 @dataclass(frozen=True)
 class EverySecond:
-    """Every second index of one axis of a tensor, from `start` on."""
+    """Every second index along an axis of a tensor, beginning at `start`."""
 
     tensor: Any
     start: int
@@ -85,7 +85,7 @@ def _adapt_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str,
         if not joined:
             kept[name] = tensor
             continue
-        axis = 1 if part else 2  # MXFP4 and biases; a dense tensor has inputs first
+        axis = 1 if part else 2  # 1 for MXFP4 tensors and biases; dense tensors have inputs first
         for start, half in enumerate(("gate", "up")):
             kept[f"{stem}{half}_proj{part}"] = map_parts(partial(EverySecond, start=start, axis=axis), tensor)
     return kept

@@ -1,7 +1,7 @@
-"""Image-and-text files, of which the text model is read.
+"""Image-and-text files. Only their text model is read.
 
-Their config.json has the text model's keys in `text_config`, and its tensors are "model.language_model.*". Text-only files
-of the same families have keys and tensors at the top.
+Their config.json has the text model's keys in `text_config`. Names of its tensors begin with "model.language_model.".
+Text-only files of the same families have these keys and tensors at the top level.
 """
 
 from collections.abc import Collection
@@ -13,22 +13,22 @@ from treeflash_jax.formats.architectures.dense import INERT
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
-IMAGE_AND_TEXT = {  # and the types of their text models
+IMAGE_AND_TEXT = {  # model types, each with the type of its text model
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
 }
-_TIED = ("gemma4", "gemma4_unified")  # if a file does not say it
+_TIED = ("gemma4", "gemma4_unified")  # types whose tables are tied by default
 _OUTSIDE_TEXT = {"text_config", "vision_config", "audio_config", "model_type", "tie_word_embeddings", "language_model_only"}
 _OUTSIDE_TEXT |= {f"{name}_token_id" for name in "image video audio vision_start vision_end boi eoi boa".split()}
 _OUTSIDE_TEXT |= {"eoa_token_index", "eoa_token_id", "vision_soft_tokens_per_image"}
 
 
 def text_keys(keys: Keys) -> Keys:
-    """Returns the keys of the text model in an image-and-text file; keys of any other file as they are.
+    """Returns the keys of the text model in an image-and-text file; for any other file, its keys.
 
-    Raises ValueError for an outer key that changes numbers, or no `text_config`.
+    Raises ValueError if an outer key changes numbers, or if there is no `text_config`.
     """
     model_type = keys.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in IMAGE_AND_TEXT:
@@ -43,7 +43,7 @@ def text_keys(keys: Keys) -> Keys:
 
 
 def text_tensors(config: ModelConfig, tensors: dict[str, Any], others: Collection[str]) -> dict[str, Any]:
-    """Returns the text model's tensors by the names of text-only files; those that begin with `others` are named once."""
+    """Returns the text model's tensors under the names of text-only files. Leaves out tensors that begin with `others`."""
     for other in others:
         if any(name.startswith(other) for name in tensors):
             warn(f"{other}* of a {config.model_type} file is not read")

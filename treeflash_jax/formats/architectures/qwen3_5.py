@@ -1,7 +1,7 @@
-"""Qwen3.5 and later, and Qwen3-Next: gated delta-rule layers with full attention in between, dense or with experts.
+"""Qwen3.5 and later, and Qwen3-Next: gated delta-rule layers with full attention in between; dense or with experts.
 
-Files on the Hub hold image-and-text models (`image_and_text`), of which "model.visual.*" is not read. The layer of
-multi-token prediction, "mtp.*", is a drafter (`drafters.mtp_drafter`), which the verifier leaves out.
+Files on the Hub hold image-and-text models (`image_and_text`); "model.visual.*" is not read. The multi-token prediction
+layer, "mtp.*", is a drafter (`drafters.mtp_drafter`) and not part of the verifier.
 
 Source: transformers, models qwen3_5, qwen3_5_moe and qwen3_next.
 """
@@ -23,7 +23,7 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import DeltaSizes, ModelConfig
 
 _VISION = "model.visual."
-_SIZES = {  # keys of delta-rule layers: fields of DeltaSizes and defaults
+_SIZES = {  # for each key of delta-rule layers, the field of DeltaSizes and the default
     "linear_num_key_heads": ("key_heads", 16),
     "linear_num_value_heads": ("value_heads", 32),
     "linear_key_head_dim": ("key_dim", 128),
@@ -105,13 +105,13 @@ class Rows:
 
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns the text model's tensors by the names of text-only files, without the layer of multi-token prediction."""
+    """Returns the text model's tensors under the names of text-only files, without the multi-token prediction layer."""
     tensors = text_tensors(config, tensors, [_VISION])
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
 
 
 def _adapt_by_key_head(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Splits the maps of Qwen3-Next, which have for each key head its query, key, values and gates, and b and a."""
+    """Splits the maps of Qwen3-Next, which contain query, key, values, gates, b and a of one key head after the other."""
     kept, delta = _adapt_tensors(config, tensors), config.delta
     each = delta.value_heads // delta.key_heads
     for joined, names, sizes in (
@@ -132,7 +132,7 @@ def _adapt_by_key_head(config: ModelConfig, tensors: dict[str, Any]) -> dict[str
 
 
 def _sparse_keys(experts_per_token: int, dense_size: Any) -> tuple[Key, ...]:
-    """Returns the keys of a mixture of experts; `dense_size` is the default of `intermediate_size`, for dense layers."""
+    """Returns the keys of a mixture of experts. `dense_size` is the default of `intermediate_size`, for dense layers."""
     return (
         *(key for key in size_keys(head_dim=lambda keys, fields: 256, kv_heads=2) if key.name != "intermediate_size"),
         Key(name="num_experts_per_tok", field="experts_per_token", default=experts_per_token),
@@ -172,7 +172,7 @@ QWEN3_5_MOE = replace(
     _SPARSE,
     model_type="qwen3_5_moe_text",
     class_name="Qwen3_5MoeForCausalLM",
-    keys=_sparse_keys(8, lambda keys, fields: fields["expert_size"]),  # there are no dense layers
+    keys=_sparse_keys(8, lambda keys, fields: fields["expert_size"]),  # the model has no dense layers
     constants=QWEN3_5.constants | {"normalize_experts": True},
     only=_ONLY | {"norm_topk_prob": (True, None)},
     derive=partial(_derive_sparse, experts=256),

@@ -12,14 +12,14 @@ from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.models.config import ModelConfig
 
 MAX_EXPERTS = 4096
-APART = {  # one tensor per expert
+APART = {  # files with a tensor per expert
     "router": Entry("mlp.gate.weight", **LINEAR),
     "expert_gate": Entry("mlp.experts.{}.gate_proj.weight", **LINEAR),
     "expert_up": Entry("mlp.experts.{}.up_proj.weight", **LINEAR),
     "expert_down": Entry("mlp.experts.{}.down_proj.weight", **LINEAR),
 }
 _FUSED: dict[str, Any] = LINEAR | {"is_stacked": True, "part_axis": 0}
-FUSED = {  # one tensor for all experts of a layer, with gate and up concatenated
+FUSED = {  # files with a tensor for all experts of a layer; gate and up are concatenated
     "router": APART["router"],
     "expert_gate": Entry("mlp.experts.gate_up_proj", **_FUSED, part=(0, 2)),
     "expert_up": Entry("mlp.experts.gate_up_proj", **_FUSED, part=(1, 2)),
@@ -28,7 +28,7 @@ FUSED = {  # one tensor for all experts of a layer, with gate and up concatenate
 
 
 def derive(keys: Keys, fields: Mapping[str, Any], default: int = 128) -> dict[str, Any]:
-    """Returns the number of experts, `default` if a file does not state it, and the dense layers."""
+    """Returns the number of experts (`default` if a file does not state it) and the dense layers."""
     _, key = find_key((keys, "num_experts"), (keys, "num_local_experts"))
     experts = keys.whole(key, least=0, most=MAX_EXPERTS) if key in keys else default
     count, step = fields["num_layers"], keys.whole("decoder_sparse_step", 1)

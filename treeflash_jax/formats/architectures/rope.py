@@ -23,7 +23,7 @@ def read(keys: Keys, head_dim: int, max_positions: int, fraction: float, theta: 
     """Returns the rotary embedding of a config, in either spelling. Raises ValueError if it is not implemented.
 
     Args:
-      fraction: the family's default of `partial_rotary_factor`; 1: it rotates whole heads only.
+      fraction: the family's default of `partial_rotary_factor`; 1: the family always rotates whole heads.
       theta: the family's default of `rope_theta`.
       usual: the family's other settings, for files without `rope_parameters` and `rope_scaling`.
     """
@@ -41,9 +41,9 @@ def read(keys: Keys, head_dim: int, max_positions: int, fraction: float, theta: 
     kind = table.raw[key] if key in table else "default"
     keys.expect(isinstance(kind, str) and kind in _KIND_KEYS, "rope type", kind, f"one of {list(_KIND_KEYS)}")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KIND_KEYS[kind]}
-    known |= set() if fraction == 1 else {"mrope_section", "mrope_interleaved"}  # of positions in images
+    known |= set() if fraction == 1 else {"mrope_section", "mrope_interleaved"}  # for positions in images
     Keys(settings.raw, f"{keys.where}: rope settings of type {kind!r}").check_known(known)
-    if _ORIGINAL in keys:  # outside the rope settings: transformers prefers it
+    if _ORIGINAL in keys:  # transformers prefers this key outside the rope settings
         settings = Keys({**settings.raw, _ORIGINAL: keys.raw[_ORIGINAL]}, keys.where)
     rope = Rope(theta=theta)
     if kind == "longrope":
@@ -105,7 +105,7 @@ def attention_growth(factor: float, scale: float = 1.0) -> float:
 
 
 def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
-    """Computes YaRN as transformers 5 does: null means the default, and a `factor` of null the ratio of the contexts."""
+    """Computes YaRN as transformers 5 does. Null means the default; for `factor`, null means the ratio of the contexts."""
     original = keys.whole(_ORIGINAL) if _ORIGINAL in keys else max_positions
     factor = max_positions / original
     if keys.raw.get("factor", 0) is not None:
@@ -133,7 +133,7 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
 
 
 def _divisors(keys: Keys, head_dim: int) -> tuple[float, ...]:
-    """Returns the divisors of a `longrope` with equal factors at every length, as in GGUF files."""
+    """Returns the divisors of `longrope`, which must have equal factors for every length, as in GGUF files."""
     divisors = keys.value(list[float], "short_factor", None, "a list of numbers above 0", above=0)
     is_constant = keys.raw.get("long_factor") == keys.raw["short_factor"] and keys.raw.get("attention_factor") == 1.0
     keys.expect(is_constant, "rope type", "longrope", "one with long_factor = short_factor and attention_factor 1.0")

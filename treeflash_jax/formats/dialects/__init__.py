@@ -1,8 +1,8 @@
 """File dialects: the forms in which verifiers and drafters are published.
 
-To add one, list an instance of your subclass of `dialect.Dialect` in DIALECTS. `load`, `convert`, `train.export` and the
-command line then read it, and write it if it has `to_hf`. The last dialect in the list that recognises a folder reads it,
-so a dialect that refines another comes after it. `read_config` of a drafter's dialect returns the drafter.
+To add a dialect, list an instance of your subclass of `dialect.Dialect` in DIALECTS. `load`, `convert`, `train.export` and
+the command line then read it, and write it if it has `to_hf`. A folder is read by the last dialect in the list that
+recognises it, so a dialect that refines another comes after it. `read_config` of a drafter's dialect returns the drafter.
 """
 
 from pathlib import Path
@@ -33,10 +33,10 @@ DIALECTS: dict[str, Dialect] = {
 
 
 def recognise(path: Path, keys: Keys, part: str) -> Dialect:
-    """Returns the dialect of a folder or file that holds this part, "verifier" or "drafter".
+    """Returns the dialect of a folder or file that contains this part, "verifier" or "drafter".
 
-    A verifier's files read as a drafter are a language model that drafts or, if the family has one, the layer of
-    multi-token prediction. Raises ValueError for a drafter read as a verifier, or a model that is not implemented.
+    If a verifier's files are read as a drafter, they are a language model that drafts; if the family has a multi-token
+    prediction layer, they are this layer. Raises ValueError if a drafter is read as a verifier, or for an unknown model.
     """
     dialect = next(dialect for dialect in reversed(DIALECTS.values()) if dialect.recognises(path, keys))
     if dialect.part == part:

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants, the drafters that are published beside each model of the family (`*-assistant`).
+"""Gemma 4's assistants: the drafters published beside each model of the family (`*-assistant`).
 
 Source: transformers, models gemma4_assistant and gemma4_unified_assistant.
 """
@@ -57,7 +57,7 @@ class Assistant(Dialect):
         return AssistantDrafter(layers=layers, target_hidden_size=keys.whole("backbone_hidden_size"), **clusters)
 
     def select(self, path: Path, config: AssistantDrafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Raises ValueError unless the clusters hold every token once."""
+        """Raises ValueError unless the clusters contain every token exactly once."""
         name, vocab_size = OUTSIDE["clusters"].name, config.layers.vocab_size
         if config.num_clusters and name in tensors:
             ids_v = np.asarray(tensors[name][0:vocab_size])
@@ -71,10 +71,10 @@ class Assistant(Dialect):
 
 
 def _read_layers(text: Keys, model_type: str) -> ModelConfig:
-    """Returns the sizes of layers that all share keys and values.
+    """Returns the sizes of layers, which must all share keys and values.
 
-    Those with a window see the last `sliding_window` committed positions: as many as a cache of the verifier keeps.
-    transformers shows them one more.
+    Layers with a window see the last `sliding_window` committed positions, as many as a cache of the verifier keeps. In
+    transformers, they see one more.
     """
     family = FAMILIES[model_type]
     text.check_only({"model_type": (family.model_type,), **TEXT_ONLY})

@@ -1,9 +1,9 @@
-"""Block drafters as published: what their folders share; DFlash without a head, TreeFlash with one.
+"""Folders of published block drafters: DFlash without a head, TreeFlash with a head, and what all such folders share.
 
     dflash       `dflash_config` in config.json, tensors without a prefix; JetSpec's have causal blocks
     treeflash    also `treeflash_config`, tensors of the backbone under "model."
 
-`published_heads` has the folders with other heads.
+`published_heads` is for folders with other heads.
 
 Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819), JetSpec (arXiv 2606.18394), their published PyTorch code.
 """
@@ -28,13 +28,13 @@ from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.trees.shape import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
-CONVOLUTIONS = {  # of a layer
+CONVOLUTIONS = {  # convolutions of a layer
     "attention_conv": Entry("attention_conv.base_kernel", order=(0, 1), is_stacked=True),
     "attention_conv_delta": Entry("attention_conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3),
     "mlp_conv": Entry("mlp_conv.base_kernel", order=(0, 1), is_stacked=True),
     "mlp_conv_delta": Entry("mlp_conv.kernel_projection.weight", order=(0, 1, 2, 3), row_axes=3),
 }
-LISTED = {"unembed": Entry("lm_head.weight", order=(0, 1)), "offsets": Entry("d2t")}  # of a draft vocabulary in files
+LISTED = {"unembed": Entry("lm_head.weight", order=(0, 1)), "offsets": Entry("d2t")}  # tensors of a draft vocabulary
 CAP = "final_logit_softcapping"
 ALIGNMENT = ("shift_label", "sample_from_anchor")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -44,17 +44,17 @@ class BlockFolder(Dialect):
     """A folder with `dflash_config` in its config.json.
 
     Attributes:
-      projectors: values of `projector_type`; the first holds for files without the key.
-      head_keys: keys of the head in dflash_config, and CAP if heads of the dialect may have one.
-      shifted: alignment of files that do not state it; None: files must state it.
-      inert: prefixes of tensors without effect on drafts, such as confidence heads.
-      renamed: patterns of tensors' names in some files, with what replaces them.
+      projectors: accepted values of `projector_type`; a file without the key has the first.
+      head_keys: keys of the head in dflash_config; includes CAP if heads of the dialect may have it.
+      shifted: alignment if a file does not state it; None: files must state it.
+      inert: name prefixes of tensors that do not affect drafts, such as confidence heads.
+      renamed: patterns of tensor names in some files, each with the replacement.
     """
 
     part = "drafter"
     marks = ("dflash_config",)
     kind = "block"
-    # Keys beside the layers'. `thinking` and `verifier` are ours; other programs ignore them.
+    # Keys besides the layers'. `thinking` and `verifier` are ours; other programs ignore them.
     known: tuple[str, ...] = tuple(
         "dflash_config block_size num_target_layers auto_map thinking verifier is_causal".split()
     )
@@ -63,7 +63,7 @@ class BlockFolder(Dialect):
     shifted: bool | None = False
     inert: tuple[str, ...] = ()
     renamed: Mapping[str, str] = {}
-    prefix = ""  # of the backbone's tensors in new files; both prefixes are read
+    prefix = ""  # prefix of the backbone's tensors in new files; both prefixes can be read
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         inside = keys.raw.get("dflash_config")
@@ -100,7 +100,7 @@ class BlockFolder(Dialect):
         if shifted is None:
             why = "whether slot i of the block predicts draft depth i (true) or i - 1 (false)"
             raise ValueError(f"{keys.where}: got no shift_label in dflash_config, expected {why}")
-        causal = sliding  # if files do not state it
+        causal = sliding  # default if files do not state it
         table, key = find_key((dflash, "causal_head"), (dflash, "causal"), (keys, "is_causal"))
         if key in table:
             causal = tuple(range(layers.num_layers)) if table.truth(key) else ()
@@ -121,14 +121,14 @@ class BlockFolder(Dialect):
         return replace(config, **self.read_head(keys, dflash, config))
 
     def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
-        """Returns fields of BlockDrafter for the head."""
+        """Returns the fields of BlockDrafter that the head determines."""
         return {}
 
     def copies(self, config: BlockDrafter) -> dict[str, str]:
         return {"embed_tokens.weight": "embed"} | ({} if config.owns_vocabulary else {"lm_head.weight": "unembed"})
 
     def select(self, path: Path, config: BlockDrafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Renames tensors; leaves out copies of the verifier's and inert ones."""
+        """Renames tensors, and leaves out copies of the verifier's tensors and inert tensors."""
         selected = {}
         for name, tensor in tensors.items():
             for pattern, new in self.renamed.items():
@@ -196,7 +196,7 @@ class DFlashFolder(BlockFolder):
 
 
 class TreeFlashFolder(DFlashFolder):
-    """The dialect of the published TreeFlash drafters. `file_name` and `entries` of a head are its names in files."""
+    """The dialect of the published TreeFlash drafters. A head's `file_name` and `entries` are its names in these files."""
 
     name = "treeflash"
     marks = ("dflash_config", "treeflash_config")
@@ -245,7 +245,7 @@ class TreeFlashFolder(DFlashFolder):
 
 
 def read_windows(keys: Keys) -> tuple[Keys, tuple[int, ...], int]:
-    """Returns the keys as if all layers saw the whole context, the layers with a window, and its size (0: no window)."""
+    """Returns the keys without windows, the layers that have a window, and the window's size (0: no window)."""
     types = keys.raw.get("layer_types")
     if not isinstance(types, list) or SLIDING not in types:
         return keys, (), 0

@@ -18,18 +18,18 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.trees.shape import MAX_NODES
 
-OUR_KEY = "treeflash_config"  # holds fields of a drafter that only files written here state, if they are not the defaults
+OUR_KEY = "treeflash_config"  # key of config.json for fields that only this package writes
 OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau")
 
 
 class Dialect(ABC):
-    """A file format of verifiers or drafters: its marks, the meaning of its config, and the location of each weight.
+    """A file format of verifiers or drafters: how to recognise it, what its config means, and where each weight is.
 
-    Tensors may be presented under other names, types or orders than the file's, as for GGUF files.
+    It may present tensors under other names, types or orders than the file's, as for GGUF files.
 
     Attributes:
-      name: name in the registry, on the command line and in settings of export.
-      part: content of its files.
+      name: name in the registry, on the command line and in export settings.
+      part: "verifier" or "drafter".
       marks: keys of config.json that identify its folders.
       kind: kind of the drafters that it writes; None for verifiers.
     """
@@ -40,7 +40,7 @@ class Dialect(ABC):
     kind: ClassVar[str | None] = None
 
     def recognises(self, path: Path, keys: Keys) -> bool:
-        """Returns whether these files are in this dialect; `keys` of files without a config.json are empty."""
+        """Returns whether these files are in this dialect. Without a config.json, `keys` are empty."""
         return all(mark in keys.raw for mark in self.marks)
 
     @abstractmethod
@@ -48,48 +48,48 @@ class Dialect(ABC):
         """Returns the config. Raises ValueError for a key or value that is not implemented."""
 
     def copies(self, config: Any) -> dict[str, str]:
-        """Returns the copies of the verifier's tensors: names in the verifier's specs, by their names in files."""
+        """Returns the copies of verifier tensors in these files: by name in the files, the name in the verifier's specs."""
         return {}
 
     @contextmanager
     def opened(self, path: Path, config: Any) -> Iterator[dict[str, Tensor]]:
-        """Opens the tensors that weights are read from, by the names of `entries`."""
+        """Opens the tensors from which weights are read, under the names in `entries`."""
         with tensor_files.open_folder(path) as tensors:
             yield self.select(path, config, tensors)
 
     def select(self, path: Path, config: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of `opened`, given all of a folder's. Raises ValueError for damaged ones."""
+        """Returns the tensors of `opened` from all tensors of a folder. Raises ValueError for damaged tensors."""
         return tensors
 
     @abstractmethod
     def entries(self, config: Any, specs: Any, names: Collection[str]) -> Any:
-        """Returns the location on disk of each weight: a tree of Entry, in the structure of the specs.
+        """Returns the location on disk of each weight: a tree of Entry with the structure of the specs.
 
         Args:
-          names: names of the file's tensors, which determine the layout; empty when files are written.
+          names: names of the file's tensors, which determine the layout; empty if files are being written.
         """
 
     def without_head(self, config: Any, params: Params) -> tuple[Any, Params]:
-        """Returns a drafter without its head. Raises ValueError if drafters in this dialect have none."""
+        """Returns a drafter without its head. Raises ValueError if drafters of this dialect have no heads."""
         raise ValueError(f"got a head to drop, expected none: drafters in {self.name} files have no head")
 
     def save(self, folder: Path, config: Any, specs: Any, params: Params, dtype: DTypeLike) -> None:
-        """Writes config.json and model.safetensors into a folder, created if missing.
+        """Writes config.json and model.safetensors into a folder, which is created if missing.
 
-        Raises ValueError for a config that the dialect cannot store, or weights of other shapes than the specs'.
+        Raises ValueError if the dialect cannot store the config, or if weights have other shapes than the specs.
         """
-        raw = self.to_hf(config) | {"dtype": jnp.dtype(dtype).name}  # raises before the folder is made
+        raw = self.to_hf(config) | {"dtype": jnp.dtype(dtype).name}  # raises its errors before the folder is created
         folder.mkdir(parents=True, exist_ok=True)
         storage.save(folder / "model.safetensors", specs, self.entries(config, specs, ()), params, dtype)
         files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
     def to_hf(self, config: Any) -> dict[str, Any]:
-        """Returns config.json for a config, without dtype. Raises ValueError if the dialect cannot store it."""
+        """Returns config.json for a config, without its dtype. Raises ValueError if the dialect cannot store it."""
         raise ValueError(f"{self.name} files cannot be written, expected another dialect")
 
 
 def read_our_fields(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Returns the named fields of a drafter that its config.json states: fields of OUR_FIELDS, or "thinking"."""
+    """Returns the named fields of a drafter from its config.json: fields of OUR_FIELDS, or "thinking"."""
     keys = keys.table(OUR_KEY)
     keys.check_known(names)
     whole = partial(keys.whole, most=MAX_NODES)
@@ -98,7 +98,7 @@ def read_our_fields(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 
 def write_our_fields(config: Any, names: Collection[str]) -> dict[str, Any]:
-    """Returns the key of config.json with the fields that differ from their defaults; {} if none does."""
+    """Returns a key of config.json with the fields that differ from their defaults; {} if there are none."""
     stated = {name: getattr(config, name) for name in names}
     stated = {name: value for name, value in stated.items() if value != getattr(type(config), name)}
     return {OUR_KEY: stated} if stated else {}

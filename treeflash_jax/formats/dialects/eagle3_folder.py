@@ -1,12 +1,13 @@
-"""EAGLE-3 drafters in the forms they are published in.
+"""EAGLE-3 drafters, in the forms in which they are published.
 
     eagle3       layer under "midlayer."; EAGLE repository, AngelSlim, SpecForge
-    speculators  layer under "layers.0.", sizes in `transformer_layer_config`; the form that is written
+    speculators  layer under "layers.0.", sizes in `transformer_layer_config`; new files have this form
     deepspec     layer under "layers.0.", sizes beside `ttt_length`
 
-They disagree in what layer ids and `norm_output` mean. Ids are outputs of layers here; speculators files count the input of
-the layer after. Where no ids are given, inputs 2, L // 2 and L - 3 are read. In speculators files `norm_output` means that
-the next step reads the normalised output; in SpecForge's files, that the vocabulary table does, which it always does.
+The forms differ in the meaning of layer ids and of `norm_output`. Here, ids are outputs of layers; in speculators files, an
+id is the input of the layer with this number. If no ids are given, inputs 2, L // 2 and L - 3 are read. In speculators
+files, `norm_output` means that the next step reads the normalised output. In SpecForge's files, it means that the
+vocabulary table does, which it always does.
 
 Source: SafeAILab/EAGLE, Tencent/AngelSlim, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec.
 """
@@ -39,29 +40,29 @@ OUTSIDE = {
 OPTIONS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 INERT = ("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init")
 _STATED_FIELDS = (*OUR_FIELDS, "thinking")
-_MODEL_TYPES = ("llama", "qwen3")  # of the layer
+_MODEL_TYPES = ("llama", "qwen3")  # model types that the layer may have
 
 
 class Eagle3(Dialect):
-    """Files of the EAGLE repository, AngelSlim and SpecForge, and what the other dialects share with them."""
+    """Files of the EAGLE repository, AngelSlim and SpecForge. The other dialects derive from this class."""
 
     name = "eagle3"
     part = "drafter"
     kind = "eagle3"
     marks: tuple[str, ...] = ("draft_vocab_size",)
     prefix = "midlayer."
-    layer_type: str | None = "llama"  # if files do not name the layer's model_type; None refuses them
+    layer_type: str | None = "llama"  # model_type of the layer if files have none; None: such files are refused
     ids_key = "eagle_aux_hidden_state_layer_ids"
     ids_are_inputs = False
-    is_nested = False  # the sizes of the layer are in an object inside config.json
-    norm_is_optional = False  # whether `norm_output` means that the next step reads the normalised output
-    known: tuple[str, ...] = (  # keys beside the layer's
+    is_nested = False  # whether the layer's sizes are in an object inside config.json
+    norm_is_optional = False  # whether `norm_output` says that the next step reads the normalised output
+    known: tuple[str, ...] = (  # accepted keys besides the layer's
         *"draft_vocab_size eagle_config target_model_type target_hidden_size num_target_layers auto_map".split(), *OPTIONS
     )  # fmt: skip
 
     def read_config(self, path: Path, keys: Keys) -> Eagle3Drafter:
         folder = path if path.is_dir() else path.parent
-        if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):  # it could run code
+        if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):  # could run code
             raise ValueError(
                 f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
             )
@@ -77,7 +78,7 @@ class Eagle3(Dialect):
         inside.check_known({self.ids_key, "use_aux_hidden_state"})
         inside.check_only({"use_aux_hidden_state": (True, None)})
         ids = next((table.ids(self.ids_key, INT32) for table in (inside, keys) if self.ids_key in table), None)
-        is_output = not self.ids_are_inputs or ids is None or 0 not in ids  # that input is no layer's output
+        is_output = not self.ids_are_inputs or ids is None or 0 not in ids  # input 0 is not the output of a layer
         keys.expect(is_output, self.ids_key, ids, "ids from 1: they are read as inputs of layers")
         return Eagle3Drafter(
             layers=layers,
@@ -92,7 +93,7 @@ class Eagle3(Dialect):
         )
 
     def _layers(self, keys: Keys) -> ModelConfig:
-        """Returns the sizes of the layer. Raises ValueError for several layers, and at keys that are not implemented."""
+        """Returns the sizes of the layer. Raises ValueError for several layers, and for keys that are not implemented."""
         inside, known = Keys({"model_type": self.layer_type, **keys.raw}, keys.where), {*self.known, OUR_KEY}
         if self.is_nested:
             keys.check_known(known)
@@ -105,7 +106,7 @@ class Eagle3(Dialect):
         return architecture.read(sizes, known)
 
     def select(self, path: Path, config: Eagle3Drafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Leaves out buffers of training, and lists of all tokens."""
+        """Leaves out buffers of training, and lists that contain all tokens."""
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("verifier_")}
         return speculators.without_lists(path, config, tensors)
 
@@ -148,7 +149,7 @@ class Speculators(Eagle3):
 
 
 class DeepSpec(Eagle3):
-    """Files of DeepSpec: drafters with embedding and vocabulary tables, which draft from the whole vocabulary."""
+    """Files of DeepSpec: drafters with embedding and vocabulary tables, which draft all tokens of the vocabulary."""
 
     name = "deepspec"
     marks = ("target_layer_ids", "ttt_length")
@@ -158,5 +159,5 @@ class DeepSpec(Eagle3):
     known = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
 
     def read_config(self, path: Path, keys: Keys) -> Eagle3Drafter:
-        keys.ids(self.ids_key, INT32)  # not null: DeepSpec has no rule for it
+        keys.ids(self.ids_key, INT32)  # refuses null, for which DeepSpec has no rule
         return super().read_config(path, keys)

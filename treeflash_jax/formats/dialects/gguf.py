@@ -1,4 +1,4 @@
-"""GGUF files of Llama, Qwen2, Qwen3, Qwen3-MoE and Gemma 4: metadata as config.json, and the location of each weight.
+"""GGUF files of Llama, Qwen2, Qwen3, Qwen3-MoE and Gemma 4: metadata as a config.json, and the location of each weight.
 
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 """
@@ -29,12 +29,12 @@ _SIZES = {  # keys of config.json: keys of the architecture
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
 }
-# Other keys of the architecture that are read, and one without effect.
+# Other keys of the architecture that are read, and a key without effect.
 _OTHERS = """vocab_size attention.head_count_kv attention.key_length attention.value_length
     attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow rope.scaling.finetuned""".split()
-_NEUTRAL = {  # more of its keys, with the only value that has no effect
+_NEUTRAL = {  # further keys, each with the only value that has no effect
     "expert_count": 0,
     "expert_used_count": 0,
     "expert_shared_feed_forward_length": 0,
@@ -48,7 +48,7 @@ _NEUTRAL = {  # more of its keys, with the only value that has no effect
 
 
 class Gguf(Dialect):
-    """The dialect of llama.cpp: config, weights and tokenizer in one file, of the architectures that have `gguf`."""
+    """The dialect of llama.cpp: config, weights and tokenizer in a file, for architectures that have `gguf`."""
 
     name = "gguf"
     part = "verifier"
@@ -66,7 +66,8 @@ class Gguf(Dialect):
     def opened(self, path: Path, config: ModelConfig) -> Iterator[dict[str, GgufTensor]]:
         """Opens the tensors by the file's names, with the outputs of matrices in Hugging Face's order.
 
-        llama.cpp rotates neighbouring elements of a Llama head against each other, not its halves, and orders outputs so.
+        llama.cpp rotates neighbouring elements of a Llama head against each other, instead of its halves. Its files order
+        outputs accordingly.
         """
         tensors = dict(gguf_reader.read(path).tensors)
         tensors.pop(_ROPE_DIVISORS, None)  # part of the config
@@ -86,7 +87,7 @@ class Gguf(Dialect):
         theirs = gguf.get_tensor_name_map(kind, config.num_layers)
 
         def renamed(entry: Entry) -> Entry:
-            name = entry.name.replace(".{}", "")  # one tensor for all experts of a layer
+            name = entry.name.replace(".{}", "")  # GGUF files have one tensor for all experts of a layer
             _, _, number, inside = [*name.split(".", 3), "", "", ""][:4]
             if inside in architecture.gguf_names:
                 name = f"blk.{number}.{architecture.gguf_names[inside]}"
@@ -120,7 +121,7 @@ def _as_config_json(file: File) -> dict[str, Any]:
     if "rope_parameters" not in more:
         more = more | {"rope_parameters": _rope(file, keys, head_dim, raw["max_position_embeddings"])}
     if architecture.gguf_sizes:
-        raw["norm_topk_prob"] = True  # not in files; llama.cpp normalises for every implemented mixture of experts
+        raw["norm_topk_prob"] = True  # not in files, but llama.cpp normalises in all implemented mixtures of experts
     return raw | {
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(file, values.get("vocab_size")),
@@ -145,11 +146,11 @@ def _vocab_size(file: File, stated: Any) -> int:
 
 
 def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str, Any]:
-    """Returns `rope_parameters`. llama.cpp multiplies `attn_factor` with YaRN's factor; in transformers it replaces it."""
+    """Returns `rope_parameters`. `attn_factor` multiplies YaRN's factor in llama.cpp, and replaces it in transformers."""
     scaling = keys.raw.get("rope.scaling.type")
     file.keys.expect(scaling in (None, "none", "yarn"), "rope.scaling.type", scaling, "none or 'yarn'")
     if scaling is None:
-        keys.check_only({"rope.scaling.factor": (0, 1)})  # without a type, llama.cpp divides frequencies by it
+        keys.check_only({"rope.scaling.factor": (0, 1)})  # if there is no type, llama.cpp divides frequencies by this
     if scaling != "yarn":
         keys.check_only({"rope.scaling.attn_factor": (1,)})
     raw, tensor = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}, file.tensors.get(_ROPE_DIVISORS)

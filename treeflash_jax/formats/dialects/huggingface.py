@@ -1,4 +1,4 @@
-"""Folders of verifiers as transformers writes them: config.json and safetensors."""
+"""Folders of verifiers in the form of transformers: config.json and safetensors."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -25,7 +25,8 @@ class HuggingFace(Dialect):
     def select(self, path: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Joins quantised weights with their scales, and leaves out the copy of a tied table.
 
-        Raises ValueError if the copy has other weights, or as `quant_methods.join` and `adapt_tensors`.
+        Raises ValueError if the copy differs from the table. Also raises the errors of `quant_methods.join` and
+        `adapt_tensors`.
         """
         architecture = ARCHITECTURES[config.model_type]
         outside = architecture.outside

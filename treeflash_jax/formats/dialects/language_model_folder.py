@@ -1,6 +1,6 @@
-"""Language models as drafters: the folder or file of a verifier, in the verifier's own dialect.
+"""Language models as drafters: the folder or file of a verifier, in that verifier's dialect.
 
-Steering adds a key to config.json, and its published tensors to the model's.
+Steering adds a key to config.json, and its published tensors to the model's tensors.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ STEERING = "steering"  # key of config.json: the fields of `Steering`
 
 
 class LanguageModel(Dialect):
-    """A verifier's dialect, read and written as a drafter's. `dialects.recognise` wraps the dialect of the files."""
+    """A verifier's dialect that is read and written as a drafter's. `dialects.recognise` wraps the dialect of the files."""
 
     name = "language_model"
     part = "drafter"
@@ -31,7 +31,7 @@ class LanguageModel(Dialect):
         self.inner = inner
 
     def recognises(self, path: Path, keys: Keys) -> bool:
-        return False  # `dialects.recognise` decides: the same folders are verifiers too
+        return False  # `dialects.recognise` decides, because these folders are also verifiers
 
     def read_config(self, path: Path, keys: Keys) -> LanguageModelDrafter:
         of_model = {name: value for name, value in keys.raw.items() if name != STEERING}
@@ -50,7 +50,7 @@ class LanguageModel(Dialect):
 
 
 def read_steering(keys: Keys) -> Steering | None:
-    """Returns the steering that a config.json states, if any. Raises ValueError for a damaged value."""
+    """Returns the steering in a config.json; None if there is none. Raises ValueError for a damaged value."""
     if STEERING not in keys:
         return None
     keys = keys.table(STEERING)
@@ -61,7 +61,7 @@ def read_steering(keys: Keys) -> Steering | None:
 
 
 def steering_entries(num_layers: int) -> dict[str, Any]:
-    """Returns the location of each weight of steering; the maps to all layers are one tensor."""
+    """Returns the location of each weight of steering. The maps to all layers are in one tensor."""
     return {
         "mix": Entry("guidance_embd_layer.orig.weight", **AS_ON_DISK),
         "mix_bias": Entry("guidance_embd_layer.orig.bias"),

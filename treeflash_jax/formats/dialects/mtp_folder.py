@@ -1,6 +1,6 @@
-"""Layers of multi-token prediction: the tensors "mtp.*" in the files of a verifier, or in a folder of their own.
+"""Multi-token prediction layers: the tensors "mtp.*" in a verifier's files, or in a separate folder.
 
-A folder of its own has the verifier's config.json, with one layer, and these tensors.
+A separate folder has these tensors, and the verifier's config.json with one layer.
 """
 
 from collections.abc import Collection
@@ -19,14 +19,14 @@ PREFIX = "mtp."
 
 
 class Mtp(Dialect):
-    """The dialect of layers of multi-token prediction, for families with `Architecture.mtp`."""
+    """The dialect of multi-token prediction layers, for families with `Architecture.mtp`."""
 
     name = "mtp"
     part = "drafter"
     kind = "mtp"
 
     def recognises(self, path: Path, keys: Keys) -> bool:
-        return False  # `dialects.recognise` decides: the same folders are verifiers too
+        return False  # `dialects.recognise` decides, because these folders are also verifiers
 
     def read_config(self, path: Path, keys: Keys) -> MtpDrafter:
         keys = architectures.text_keys(keys)
@@ -46,6 +46,6 @@ class Mtp(Dialect):
 
     def to_hf(self, config: MtpDrafter) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
-        raw = replace(architecture, is_written=True).to_hf(config.layers)  # experts one by one, as some models' files
+        raw = replace(architecture, is_written=True).to_hf(config.layers)  # a tensor per expert, as in some models' files
         raw |= {"mtp_num_hidden_layers": 1, **write_our_fields(config, OUR_FIELDS)}
         return {"architectures": [architecture.class_name.replace("ForCausalLM", "MTP")], **raw}

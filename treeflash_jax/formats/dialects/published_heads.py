@@ -1,11 +1,11 @@
-"""Block drafters with heads as published: Domino, DSpark, DFlash2 and LiLiCorr. They are read.
+"""Published block drafters with heads, which can be read but not written: Domino, DSpark, DFlash2 and LiLiCorr.
 
     domino      projector_type "domino" in dflash_config; a GRU over the path
     dspark      projector_type "dspark" in dflash_config (SpecForge, ModelOpt), or its keys at top level (DeepSpec)
     dflash2     selector_rank in dflash_config (z-lab, NeMo AutoModel): convolutions, and scores of adjacent candidates
     lilicorr    projector_type "lilicorr" in dflash_config (ModelOpt)
 
-Confidence heads are not read: they estimate how much of a chain is accepted, and trees do not use them.
+Confidence heads are not read. They estimate how much of a chain will be accepted, and trees do not use them.
 
 Source: sgl-project/SpecForge, deepseek-ai/DeepSpec, NVIDIA/Model-Optimizer, NVIDIA-NeMo/Automodel, z-lab/dflash.
 """
@@ -25,7 +25,7 @@ from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder
 from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import DTYPES, Tensor
 
-PATH_CANDIDATES = 64  # per depth, as the published trees over heads that follow the path use
+PATH_CANDIDATES = 64  # per depth, as in published trees with heads that follow the path
 
 
 class Domino(BlockFolder):
@@ -35,7 +35,7 @@ class Domino(BlockFolder):
     projectors = ("domino",)
     known = (*BlockFolder.known, "emb_dim")
     head_keys = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
-    shifted = None  # the class's default differs from what training writes
+    shifted = None  # files must state it: the published default differs from what training writes
     inert = ("confidence_head.",)
     renamed = {r"^logit_head\.": ""}
 
@@ -68,7 +68,7 @@ class DSpark(BlockFolder):
     def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
         raw, inside, is_deepspec = dict(keys.raw), keys.table("dflash_config").raw, "dflash_config" not in keys
         if is_deepspec:
-            keys.ids("target_layer_ids", INT32)  # not null: DeepSpec has no rule for it
+            keys.ids("target_layer_ids", INT32)  # refuses null, for which DeepSpec has no rule
             inside = {key: raw.pop(key) for key in self.head_keys if key in raw}
         is_stated = any(table.get(key) is not None for table in (raw, inside) for key in ALIGNMENT)
         if not is_stated and (is_deepspec or "attention_mode" in inside):  # DeepSpec and SpecForge do not state it
@@ -106,7 +106,7 @@ class DFlash2(BlockFolder):
 
 
 class LiLiCorr(BlockFolder):
-    """The dialect of LiLiCorr drafters, with names of tensors by ModelOpt or SGLang."""
+    """The dialect of LiLiCorr drafters, with tensor names of ModelOpt or SGLang."""
 
     name = "lilicorr"
     projectors = ("lilicorr",)
@@ -114,7 +114,7 @@ class LiLiCorr(BlockFolder):
         """candidate_topk hidden_size num_layers num_heads mlp_ratio factor_dim vector_eps logit_scale enabled""".split()
     )
     head_keys = (*(f"lilicorr_{key}" for key in sizes), "conv_kernel_size", "conv_group_size")
-    renamed = {  # SGLang's names
+    renamed = {  # SGLang's names, each with the replacement
         r"^lilicorr\.feature_norm\.": "lilicorr.feature_mlp.0.",
         r"^lilicorr\.feature_mlp\.up_proj\.": "lilicorr.feature_mlp.1.",
         r"^lilicorr\.feature_mlp\.down_proj\.": "lilicorr.feature_mlp.3.",
@@ -143,7 +143,7 @@ class LiLiCorr(BlockFolder):
 
     def select(self, path: Path, config: BlockDrafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = super().select(path, config, tensors)
-        for name in {"lilicorr.slot_embedding", "lilicorr.rank_embedding"} & tensors.keys():  # with axes of size 1
+        for name in {"lilicorr.slot_embedding", "lilicorr.rank_embedding"} & tensors.keys():  # have axes of size 1
             tensors[name] = Squeezed(tensors[name][:].reshape(-1, tensors[name].get_shape()[-1]))
         return tensors
 

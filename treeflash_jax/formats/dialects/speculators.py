@@ -1,8 +1,8 @@
-"""Drafters of vLLM's speculators library, which name their verifier: shared parts, and block drafters.
+"""Block drafters of vLLM's speculators library, and functions for all drafters of this library, which name their verifier.
 
-Slots of sliding layers see the window of positions before the anchor.
+Slots of sliding layers all see the same window: the positions before the anchor.
 
-Source: vllm-project/speculators. EAGLE-3 drafters in this form are in eagle3_folder.
+Source: vllm-project/speculators. EAGLE-3 drafters of this library are in eagle3_folder.
 """
 
 from collections.abc import Collection
@@ -20,24 +20,24 @@ from treeflash_jax.formats.dialects.published_heads import DFlash2, DSpark
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
-OUTSIDE = ("block_size", "num_target_layers", "thinking")  # keys beside the layers', in every dialect
-KEYS = tuple(  # of drafters of every kind
+OUTSIDE = ("block_size", "num_target_layers", "thinking")  # keys besides the layers' that every dialect has
+KEYS = tuple(  # keys of drafters of every kind
     """architectures auto_map draft_vocab_size dtype model_type speculators_config speculators_model_type
     speculators_version target_hidden_size tie_word_embeddings torch_dtype transformer_layer_config
     transformers_version""".split()
 )
-VERSION = "0.7.0"  # of the library, in a config.json that is written
+VERSION = "0.7.0"  # version of the library in a new config.json
 
 
 def read_verifier(keys: Keys) -> tuple[str, ...]:
-    """Returns name and classes of the drafter's verifier; () if they are not stated."""
+    """Returns name and classes of the drafter's verifier; () if they are missing."""
     stated = keys.table("speculators_config").table("verifier")
     classes = stated.value(list[str], "architectures", [], "a list of names")
     return (stated.value(str, "name_or_path", None, "a name"), *classes) if "name_or_path" in stated else ()
 
 
 def describe(algorithm: str, num_depths: int, verifier: tuple[str, ...]) -> dict[str, Any]:
-    """Returns keys of config.json with which vLLM serves the folder alone: the verifier, and the length of a draft."""
+    """Returns the keys of config.json that vLLM needs to serve the folder alone: the verifier and the length of a draft."""
     stated = {"model_type": "speculators", "speculators_model_type": algorithm, "speculators_version": VERSION}
     if not verifier:
         return stated
@@ -53,9 +53,9 @@ def describe(algorithm: str, num_depths: int, verifier: tuple[str, ...]) -> dict
 
 
 def without_lists(path: Path, config: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Leaves out t2d, and d2t if all tokens are drafted.
+    """Leaves out t2d. Leaves out d2t if all tokens are drafted.
 
-    Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d.
+    Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, and the same ids as t2d.
     """
     vocab_size = config.layers.vocab_size
     size = config.draft_vocab_size or vocab_size
@@ -84,7 +84,7 @@ class SpeculatorsBlock(BlockFolder):
     Attributes:
       algorithm: `speculators_model_type`.
       is_noncausal: default of `sliding_window_non_causal`.
-      has_draft_vocabulary: whether files with a part of the vocabulary are implemented.
+      has_draft_vocabulary: whether files with part of the vocabulary are implemented.
     """
 
     marks = ("speculators_model_type", "transformer_layer_config")
@@ -96,14 +96,14 @@ class SpeculatorsBlock(BlockFolder):
         return Dialect.recognises(self, path, keys) and keys.raw["speculators_model_type"] == self.algorithm
 
     def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
-        moved = ("mask_token_id", "projector_type", *ALIGNMENT, *self.head_keys)  # in dflash_config elsewhere
+        moved = ("mask_token_id", "projector_type", *ALIGNMENT, *self.head_keys)  # others have these in dflash_config
         others = "aux_hidden_state_layer_ids", "max_anchors", "sliding_window_non_causal"
         keys.check_known({*KEYS, *OUTSIDE, *moved, *others})
         layers = keys.table("transformer_layer_config", required=True).raw
         vocab_size = layers.get("vocab_size")
         if not self.has_draft_vocabulary:
             keys.check_only({"draft_vocab_size": (vocab_size,)})
-        taps = [number - 1 for number in keys.ids("aux_hidden_state_layer_ids", INT32)]  # counted as inputs of layers
+        taps = [number - 1 for number in keys.ids("aux_hidden_state_layer_ids", INT32)]  # files count inputs of layers
         inside = {name: keys.raw[name] for name in moved if name in keys} | {"target_layer_ids": taps}
         outside = {name: keys.raw[name] for name in OUTSIDE if name in keys}
         config = super().read_config(path, Keys({**layers, **outside, "dflash_config": inside}, keys.where))
@@ -116,7 +116,7 @@ class SpeculatorsBlock(BlockFolder):
             shared_window=bool(config.sliding_layers),
             draft_vocab_size=0 if size == vocab_size else size,
             owns_vocabulary=size != vocab_size,
-            scales_embeddings=False,  # the library trains with the rows of the table as they are
+            scales_embeddings=False,  # the library trains with embeddings without a factor
         )
 
     def copies(self, config: BlockDrafter) -> dict[str, str]:
@@ -126,7 +126,7 @@ class SpeculatorsBlock(BlockFolder):
         return without_lists(path, config, super().select(path, config, tensors))
 
     def write(self, raw: dict[str, Any], config: BlockDrafter, **head: Any) -> dict[str, Any]:
-        """Returns config.json, made from the config of a folder with `dflash_config`."""
+        """Returns a new config.json from the config of a folder with `dflash_config`."""
         if config.scales_embeddings and config.embedding_factor != 1:
             got = f"a drafter that reads embeddings times {config.embedding_factor:g}"
             raise ValueError(f"got {got}, expected no factor in {self.name} files: use another dialect")

@@ -1,6 +1,6 @@
-"""Forms in which models write their answers: thoughts, calls of functions and text. A file for each form.
+"""Forms in which models write their answers: thoughts, calls of functions and text. Each form has a file.
 
-They do not depend on a server's protocol: answers are read as parts, and constrained by structural tags. To add a form,
+Forms do not depend on a server's protocol: answers are parsed to parts, and constrained by structural tags. To add a form,
 list a subclass of `message_format.MessageFormat` in FORMATS, or insert it in a program: `FORMATS.insert(0, Mine)`.
 """
 
@@ -10,10 +10,10 @@ from treeflash_jax.formats.messages.message_format import MessageFormat
 from treeflash_jax.formats.messages.tagged_messages import TaggedMessages
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-FORMATS: list[type[MessageFormat]] = [Harmony, Gemma, TaggedMessages]  # the first that fits a template; the last fits all
+FORMATS: list[type[MessageFormat]] = [Harmony, Gemma, TaggedMessages]  # the first that fits is used; the last fits all
 
 
 def find_format(tokenizer: Tokenizer) -> MessageFormat:
-    """Returns the form in which the model of a tokenizer writes its answers, by its chat template."""
+    """Returns the form in which the tokenizer's model writes its answers, which its chat template determines."""
     template = str(tokenizer.inner.chat_template or "")
     return next(kind for kind in FORMATS if kind.fits(template))(tokenizer, template)

@@ -1,7 +1,8 @@
 """Gemma 4's messages: turns, a channel of thoughts, and calls in Gemma's notation, between special tokens.
 
-<|channel>thought, a line break, ...<channel|>, then content, or calls <|tool_call>call:NAME{key:value}<tool_call|>. Keys
-are bare, and strings are between two <|"|>. Arguments that a schema constrains are JSON, which the reader takes as well.
+An answer is <|channel>thought, a line break, ...<channel|>, then content, or calls
+<|tool_call>call:NAME{key:value}<tool_call|>. Keys are not quoted, and strings are between two <|"|>. Arguments that a
+schema constrains are JSON, which the reader also accepts.
 Source: Google, "Gemma 4 prompt formatting" and "Function calling with Gemma 4".
 """
 
@@ -31,16 +32,16 @@ RESPONSE, QUOTE = ("<|tool_response>", "<tool_response|>"), '<|"|>'
 ENDS = dict([CHANNEL, CALL])
 THOUGHT = f"{CHANNEL[0]}thought\n"
 NAMED = re.compile(r"\s*call:\s*([^\s{]+)\s*(\{.*\})\s*", flags=re.DOTALL)
-ARGUMENTS = {  # any text with strings in Gemma's notation
+ARGUMENTS = {  # tag of any text with strings in Gemma's notation
     "type": "triggered_tags",
     "triggers": [QUOTE],
     "tags": [{"begin": QUOTE, "content": tags.any_text(), "end": QUOTE}],
 }
-KEY = re.compile(r'"(?:[^"\\]|\\.)*"|([^\s,:{}\[\]"]+)(?=\s*:)')  # a string of JSON, or a bare key
+KEY = re.compile(r'"(?:[^"\\]|\\.)*"|([^\s,:{}\[\]"]+)(?=\s*:)')  # a string of JSON, or a key without quotes
 
 
 class Gemma(MessageFormat):
-    """Answers with a channel of thoughts; a model that has called functions ends its answer to wait for theirs."""
+    """Answers with a channel of thoughts. After calls, a model ends its answer and waits for their results."""
 
     stop_names = (TURN[1], RESPONSE[0])
     thoughts_key = "reasoning"
@@ -66,7 +67,7 @@ class Gemma(MessageFormat):
             return tags.sequence(*thoughts, answer)
         if before.endswith((f"{TURN[0]}model\n", RESPONSE[1])):
             return tags.either(answer, tags.sequence(tags.const(THOUGHT), *thoughts, answer))
-        return answer  # a text to continue, or thoughts that the prompt has closed
+        return answer  # the prompt is a text to continue, or has closed thoughts
 
     def _call_tag(self, function: Function) -> Tag:
         content = tags.arguments(function, default=ARGUMENTS)
@@ -74,9 +75,9 @@ class Gemma(MessageFormat):
 
 
 class GemmaReader(TokenReader):
-    """Reads an answer token by token; a channel or call that the prompt has begun belongs to the answer.
+    """Parses an answer token by token. A channel or call that the prompt has begun belongs to the answer.
 
-    A call that does not parse, or does not end, is content, and so are all calls if there are no functions.
+    A call that cannot be parsed, or does not end, is content. So are all calls if there are no functions.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], functions: Sequence[Function], stop: Sequence[str]):
@@ -113,7 +114,7 @@ class GemmaReader(TokenReader):
         """Begins a channel, a call, or content (None)."""
         self._block = block
         self._call_ids: list[int] = []
-        self._has_name = block != CHANNEL[0]  # a channel's is its first line
+        self._has_name = block != CHANNEL[0]  # a channel's name is its first line
         self._begin_text(before)
 
     def _leave(self, is_whole: bool = False) -> list[Part]:
@@ -137,7 +138,7 @@ class GemmaReader(TokenReader):
 
 
 def _read_call(text: str) -> Call | None:
-    """Returns the call between two tokens; None if it does not parse."""
+    """Returns the call between two tokens; None if it cannot be parsed."""
     match = NAMED.fullmatch(text)
     if match is None:
         return None

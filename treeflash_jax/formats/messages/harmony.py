@@ -30,9 +30,9 @@ NAMESPACE = "functions."
 
 
 class Harmony(MessageFormat):
-    """Answers in channels: analysis is thoughts, commentary to functions is calls, everything else is content."""
+    """Answers in channels: analysis is thoughts, commentary to functions is calls, and everything else is content."""
 
-    stop_names = (CALL_END, RETURN)  # early files lack the former
+    stop_names = (CALL_END, RETURN)  # early files lack CALL_END
     thoughts_key = "thinking"
 
     @classmethod
@@ -45,10 +45,10 @@ class Harmony(MessageFormat):
         return HarmonyReader(self.tokenizer, prompt_ids, stop)
 
     def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
-        """Returns the tag of the answer. A message has one call; the model ends it, with a token that ends the answer."""
+        """Returns the structural tag of the answer. A message has one call. The token at its end ends the answer."""
         header = self._header(prompt_ids)
         content = demands.content or tags.any_text()
-        if header is None or CHANNEL in header:  # a text to continue
+        if header is None or CHANNEL in header:  # the prompt is a text to continue
             return content
         answers = [self._call_tag(function) for function in demands.functions]
         if not demands.is_forced:
@@ -64,18 +64,18 @@ class Harmony(MessageFormat):
         return tags.sequence(tags.const(begin), tags.arguments(function))
 
     def _header(self, prompt_ids: Sequence[int]) -> str | None:
-        """Returns the part of a message's header that the prompt has; None after a whole header, and without any."""
+        """Returns the part of a message's header that is in the prompt; None if the prompt has a whole header or none."""
         text = self.tokenizer.inner.decode(prompt_ids[-16:])
         header = text.rpartition(START)[2]
         return header if START in text and MESSAGE not in header else None
 
 
 class HarmonyReader(TokenReader):
-    """Reads channels token by token; a message that the prompt has begun belongs to the answer."""
+    """Parses channels token by token. A message that the prompt has begun belongs to the answer."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]):
         super().__init__(tokenizer, (START, MESSAGE, *ENDS), stop)
-        self._header: list[int] | None = None  # its tokens; None inside a message
+        self._header: list[int] | None = None  # tokens of the header; None inside a message
         self._channel, self._recipient = "final", None
         starts = [at for at, id in enumerate(prompt_ids) if self._markers.get(id) == START]
         if starts:

@@ -1,4 +1,4 @@
-"""The protocol of a form of messages, and the parts that answers are read as."""
+"""The protocol of a form of messages, and the parts to which answers are parsed."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from treeflash_jax.core.checks import parse_json
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as JSON's \\ud800 gives it: no UTF-8 has it
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, such as JSON's \\ud800, which UTF-8 cannot encode
 Tag = Mapping[str, Any]  # a structural tag, see constraints
 
 
@@ -49,7 +49,7 @@ class Function:
 
     Attributes:
       parameters: JSON schema of its arguments.
-      is_strict: whether the arguments of a call have to follow it.
+      is_strict: whether the arguments of a call must follow this schema.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Demands:
     Attributes:
       content: structure of the content; None for any text.
       functions: functions that the answer may call.
-      is_forced: whether it has to call a function instead of having content.
-      is_parallel: whether it may have several calls.
+      is_forced: whether the answer must call a function instead of having content.
+      is_parallel: whether the answer may have several calls.
     """
 
     content: Tag | None = None
@@ -75,7 +75,7 @@ class Demands:
 
 
 class MessageReader(ABC):
-    """Reads one growing answer as parts.
+    """Parses a growing answer to parts.
 
     Attributes:
       num_calls: number of calls so far.
@@ -91,13 +91,13 @@ class MessageReader(ABC):
 
         Args:
           ids: the new tokens.
-          text: the text that they add to the answer, without special tokens.
+          text: text that they add to the answer, without special tokens.
           is_last: whether the answer ends here.
         """
 
 
 class TokenReader(MessageReader):
-    """Reads an answer token by token, in forms whose parts are delimited by special tokens.
+    """Parses an answer token by token, in forms whose parts are delimited by special tokens.
 
     Args:
       marker_names: names of the special tokens that delimit parts.
@@ -115,7 +115,7 @@ class TokenReader(MessageReader):
 
     @abstractmethod
     def _read(self, id: int) -> list[Part]:
-        """Returns the parts that a token completes, and new text of a part."""
+        """Returns the parts that a token completes, and the new text of a part."""
 
     @abstractmethod
     def _end(self) -> list[Part]:
@@ -123,35 +123,35 @@ class TokenReader(MessageReader):
 
     @abstractmethod
     def _new_parts(self, text: str) -> list[Part]:
-        """Returns the parts that a grown text of the current block adds."""
+        """Returns the parts that are new in the current block, whose text has grown."""
 
     def _begin_text(self, before: Sequence[int] = ()) -> None:
         """Begins the text of a block, which follows the tokens `before`."""
         self._text, self._num_sent = AnswerText(self._tokenizer, before, self._stop), 0
 
     def _extend_text(self, id: int) -> list[Part]:
-        """Adds a token to the text unless it is a special one; returns the parts that this adds."""
+        """Adds a token to the text unless it is a special token. Returns the parts that this adds."""
         if id in self._tokenizer.special_tokens:
             return []
         self._text.extend([id])
         return self._new_parts(self._text.certain_text)
 
     def _send_new(self, text: str, kind: type[Content] | type[Thought]) -> list[Part]:
-        """Returns the part of a grown text that has not been sent."""
+        """Returns the part of a growing text that has not been sent yet."""
         new, self._num_sent = text[self._num_sent :], max(len(text), self._num_sent)
         return [kind(new)] if new else []
 
 
 class MessageFormat(ABC):
-    """A form of messages for models with a chat template. It has no state; the readers of answers do.
+    """A form of messages for models with a chat template. It has no state; its readers have.
 
     Args:
       template: the chat template.
 
     Attributes:
       stop_names: names of special tokens that end an answer, in addition to the ids in the model's files.
-      thoughts_key: key of a message under which the template looks for earlier thoughts.
-      writes_calls: whether models with this template write calls in a form that is known here.
+      thoughts_key: key of a message in which the template looks for earlier thoughts.
+      writes_calls: whether models with this template write calls in a form that can be parsed here.
     """
 
     stop_names: ClassVar[tuple[str, ...]] = ()
@@ -178,7 +178,7 @@ class MessageFormat(ABC):
         """Returns a reader of the answer to a prompt.
 
         Args:
-          functions: functions that the answer may call; without any, calls stay text.
+          functions: functions that the answer may call; if there are none, calls stay text.
           stop: stop strings of the answer.
           has_thoughts: whether the answer may begin with thoughts that the prompt has not begun.
         """
@@ -205,7 +205,7 @@ def join_parts(parts: list[Part]) -> list[Part]:
 
 
 def parse_value(text: str) -> Any:
-    """Returns the value of JSON, or of the Python literal that models write instead. Raises ValueError."""
+    """Returns the value of a text of JSON, or of a Python literal, which some models write instead. Raises ValueError."""
     try:
         return parse_json(text)
     except ValueError:
@@ -217,7 +217,7 @@ def parse_value(text: str) -> Any:
 
 
 def make_call(name: Any, arguments: Any) -> Call:
-    """Returns a call of arguments: a JSON value, or the JSON text of an object. Raises ValueError, TypeError.
+    """Returns a call with arguments that are a JSON value, or the JSON text of an object. Raises ValueError or TypeError.
 
     Half a character becomes U+FFFD.
     """

@@ -24,7 +24,7 @@ from treeflash_jax.formats.messages.message_format import (
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 THINK, CALL, BARE = ("<think>", "</think>"), ("<tool_call>", "</tool_call>"), ("<function=", "</function>")
-LINES = {"type": "regex", "pattern": "\n{0,2}"}  # between thoughts and answer
+LINES = {"type": "regex", "pattern": "\n{0,2}"}  # line breaks between thoughts and answer
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
 PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:(?!</?parameter\b).)*)</parameter>\s*", flags=re.DOTALL)
 
@@ -73,8 +73,8 @@ class TaggedMessages(MessageFormat):
 class TagReader(MessageReader):
     """Splits a growing text at its tags.
 
-    A call is a part when its block ends; a block that does not parse, or does not end, stays text. Thoughts are at the
-    beginning only. Calls inside thoughts, and <function=NAME> without <tool_call> around it, are read as well.
+    A call becomes a part when its block ends. A block that cannot be parsed, or does not end, stays text. Thoughts can only
+    be at the beginning. Calls inside thoughts, and <function=NAME> without <tool_call> around it, are parsed as well.
     """
 
     def __init__(self, *, reads_thoughts: bool, functions: Sequence[Function], begins_in_thought: bool = False):
@@ -82,10 +82,10 @@ class TagReader(MessageReader):
         self._functions = functions
         self._reads_thoughts = reads_thoughts
         self._block = THINK if begins_in_thought else None
-        self._around: tuple[str, str] | None = None  # the block around the block of a call
+        self._around: tuple[str, str] | None = None  # block around a call's block
         self._buffer = ""
-        self._searched = 0  # characters of the buffer in which the block does not end
-        self._is_start = begins_in_thought  # of a part after a tag, whose white space is dropped
+        self._searched = 0  # number of leading characters of the buffer in which the block does not end
+        self._is_start = begins_in_thought  # whether a part begins after a tag: its leading white space is dropped
         self._is_behind_call = False
 
     def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
@@ -104,9 +104,9 @@ class TagReader(MessageReader):
         return parts
 
     def _tags(self) -> list[str]:
-        """Returns the tags that begin or end a block here."""
+        """Returns the tags that can begin or end a block here."""
         if self._block in (CALL, BARE):
-            return [self._block[1]] + [THINK[1]] * (self._around is THINK)  # thoughts that only mention calls
+            return [self._block[1]] + [THINK[1]] * (self._around is THINK)  # ends thoughts that only mention calls
         names = [CALL[0], BARE[0]] * bool(self._functions)
         if self._block is THINK:
             names.append(THINK[1])
@@ -117,7 +117,7 @@ class TagReader(MessageReader):
         return names
 
     def _read_block(self, parts: list[Part]) -> bool:
-        """Reads up to the next tag; returns False if there is none."""
+        """Reads up to the next tag. Returns False if there is none."""
         places = {at: tag for tag in self._tags() if (at := self._buffer.find(tag, self._searched)) >= 0}
         if not places:
             if self._block in (CALL, BARE):
@@ -128,7 +128,7 @@ class TagReader(MessageReader):
         if self._block in (CALL, BARE):
             call = self._call(before) if tag != THINK[1] else None
             if call is None and _is_inside_string(before):
-                quote = self._buffer.find('"', at)  # before which the string does not end
+                quote = self._buffer.find('"', at)  # the string does not end before it
                 self._searched = quote if quote >= 0 else len(self._buffer)
                 return True
             start, self._block = self._block[0], self._around
@@ -142,7 +142,7 @@ class TagReader(MessageReader):
         elif tag not in (THINK[0], CALL[1]):
             parts += self._text(before)
             self._enter(tag)
-        elif before.strip():  # neither at the beginning nor just behind a call
+        elif before.strip():  # neither at the beginning nor right after a call
             parts += self._text(before + tag)
         elif tag == THINK[0]:
             self._enter(tag)
@@ -150,7 +150,7 @@ class TagReader(MessageReader):
         return True
 
     def _enter(self, tag: str) -> None:
-        """Goes on behind a tag outside of calls."""
+        """Continues after a tag that is not inside a call."""
         if tag in (CALL[0], BARE[0]):
             self._around, self._block = self._block, CALL if tag == CALL[0] else BARE
         else:
@@ -176,7 +176,7 @@ class TagReader(MessageReader):
         return [Content(text)]
 
     def _call(self, text: str) -> Call | None:
-        """Returns the call in a block; None if it does not parse."""
+        """Returns the call in a block; None if it cannot be parsed."""
         if self._block is BARE:
             text = BARE[0] + text + BARE[1]
         try:
@@ -190,7 +190,7 @@ class TagReader(MessageReader):
 
 
 def _is_inside_string(text: str) -> bool:
-    """Returns whether JSON ends inside a string, where a tag is text."""
+    """Returns whether JSON ends inside a string, in which tags count as text."""
     try:
         parse_json(text)
     except ValueError as error:
@@ -199,13 +199,13 @@ def _is_inside_string(text: str) -> bool:
 
 
 def _read_json(text: str) -> tuple[Any, Any]:
-    """Returns name and arguments. Raises ValueError, KeyError."""
+    """Returns name and arguments. Raises ValueError or KeyError."""
     call = parse_value(text)
     return call["name"], call.get("arguments", call.get("parameters", {}))
 
 
 def _read_function(name: str, text: str, functions: Sequence[Function]) -> tuple[str, dict[str, Any]]:
-    """Returns name and arguments. A value is JSON if its parameter cannot be a string and it parses, otherwise a text.
+    """Returns name and arguments. A value is JSON if its parameter cannot be a string and it can be parsed, otherwise text.
 
     Raises ValueError if there is anything but parameters.
     """
@@ -221,7 +221,7 @@ def _read_function(name: str, text: str, functions: Sequence[Function]) -> tuple
 
 
 def _may_be_string(schema: Any) -> bool:
-    """Returns whether values of a JSON schema may be strings, as they may without a type."""
+    """Returns whether values of a JSON schema may be strings, which includes schemas without a type."""
     kinds, alternatives = _get(schema, "type"), _get(schema, "anyOf")
     if isinstance(alternatives, list):
         return any(map(_may_be_string, alternatives))
@@ -229,7 +229,7 @@ def _may_be_string(schema: Any) -> bool:
 
 
 def _get(value: Any, *keys: str) -> Any:
-    """Returns the value below these keys in a client's JSON; None if anything on the way is missing or no object."""
+    """Returns the value at a path of keys in a client's JSON; None if a value on the path is missing or no object."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

@@ -1,4 +1,4 @@
-"""Structural tags (see constraints) of the parts that messages have in several forms."""
+"""Structural tags (see constraints) for parts of messages that several forms have."""
 
 from collections.abc import Sequence
 
@@ -22,12 +22,12 @@ def either(*elements: Tag) -> Tag:
 
 
 def content_or_calls(demands: Demands, calls: Sequence[Tag], trigger: str, separator: str) -> Tag:
-    """Returns the structural tag of content and calls in a form where calls may stand inside text.
+    """Returns the structural tag of content and calls, for a form in which calls may be inside text.
 
     Args:
       calls: a tag for each function.
-      trigger: the beginning of every call.
-      separator: the text between two calls.
+      trigger: beginning of every call.
+      separator: text between two calls.
     """
     if not calls:
         return demands.content or any_text()

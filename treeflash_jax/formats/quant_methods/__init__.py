@@ -1,9 +1,9 @@
-"""Quantised weights in folders, by `quant_method` in config.json: one module per method.
+"""Quantised weights in folders: a module for each value of `quant_method` in config.json.
 
-To add one, list an instance of your subclass of `quant_method.QuantMethod` in METHODS: folders of every family are then
-read. Weights become tensors that expand when they are sliced (`grouped_tensors.GroupedTensor`,
-`scaled_tensors.ScaledTensor`); a weight without scales is read as it is. Activations and caches are not quantised even if a
-file asks for it, and scales for them are not read: the result is closer to the model before quantisation.
+To add a method, list an instance of your subclass of `quant_method.QuantMethod` in METHODS. Folders of all families are
+then read. Weights become tensors that slicing expands (`grouped_tensors.GroupedTensor`, `scaled_tensors.ScaledTensor`). A
+weight without scales is read as it is. Activations and caches are not quantised, even if a file requests it, and scales for
+them are not read: the result is closer to the model before quantisation.
 """
 
 import re
@@ -27,7 +27,7 @@ KEY = "quantization_config"
 METHODS: dict[str, QuantMethod] = {
     method.name: method for method in (Fp8(), CompressedTensors(), ModelOpt(), Awq(), Gptq(), Mxfp4())
 }
-_ACTIVATION_SCALES = tuple(  # and of caches; not read
+_ACTIVATION_SCALES = tuple(  # scales of activations and caches, which are not read
     """.input_scale .output_scale .q_scale .k_scale .v_scale .kv_scale .activation_scale .input_global_scale
     .input_zero_point .output_zero_point""".split()
 )
@@ -49,9 +49,10 @@ def check_config(keys: Keys) -> None:
 
 
 def join(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a folder's tensors with each quantised weight and its scales as one, by the name of the weight.
+    """Returns a folder's tensors, in which each quantised weight and its scales are one tensor with the name of the weight.
 
-    Raises ValueError for tensors that are missing or do not fit, or a weight that the configuration lists as not quantised.
+    Raises ValueError for tensors that are missing or do not fit, and for a quantised weight that the configuration lists as
+    not quantised.
     """
     config = _read_config(folder)
     if config.get("quant_method") not in METHODS:
@@ -70,7 +71,7 @@ def join(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Returns `quantization_config` of config.json, or that of the hf_quant_config.json beside it; {} without any."""
+    """Returns `quantization_config` of config.json, or the content of hf_quant_config.json beside it; {} without either."""
     raw = read_json(folder / "config.json")
     text = raw.get("text_config")
     config = raw.get(KEY) or (text.get(KEY) if isinstance(text, dict) else None)
@@ -83,7 +84,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_match(prefix: str, pattern: str) -> bool:
-    """Returns whether a pattern, a name with wildcards or "re:" and a regular expression, stands for a module."""
+    """Returns whether a pattern matches a module. A pattern is a name with wildcards, or "re:" and a regular expression."""
     if not pattern.startswith("re:"):
         return fnmatchcase(prefix, pattern)
     try:

@@ -1,4 +1,4 @@
-"""AWQ files in the layout "gemm": numbers of 4 bits, packed along the outputs in an order that only AWQ has.
+"""AWQ files in the layout "gemm": numbers of 4 bits, packed along the outputs in an order that is AWQ's alone.
 
 Source: autoawq, modules/linear/gemm and utils/packing_utils.
 """
@@ -14,7 +14,7 @@ from treeflash_jax.formats.quant_methods import quant_method
 from treeflash_jax.formats.quant_methods.quant_method import Module, QuantMethod
 from treeflash_jax.formats.storage import Tensor
 
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of each of 8 outputs
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of 8 outputs
 
 
 class Awq(QuantMethod):

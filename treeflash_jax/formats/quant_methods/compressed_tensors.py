@@ -1,8 +1,8 @@
 """compressed-tensors: FP8 values ("float-quantized"), whole numbers ("pack-quantized") and NVFP4 ("nvfp4-pack-quantized").
 
-Packed numbers of 4 or 8 bits fill words of 32 bits, the first one lowest; they are stored plus 8 or 128. Zero points are
-packed along the outputs. The second-level scale of NVFP4 is a divisor. The tensors of a module tell the format, so that
-files of "mixed-precision" are read, too.
+Packed numbers of 4 or 8 bits fill words of 32 bits, the first number lowest. They are stored plus 8 or 128. Zero points are
+packed along the outputs. The second-level scale of NVFP4 is a divisor. A module's format is known from its tensors, so
+"mixed-precision" files are read, too.
 
 Source: compressed-tensors, compressors/pack_quantized and compressors/nvfp4.
 """
@@ -71,7 +71,7 @@ def _join_whole_numbers(module: Module) -> GroupedTensor:
     order = None
     if "weight_g_idx" in module and groups > 1:
         group_ids = module.checked_tensor("weight_g_idx", ("I32",), (inputs,))[...]
-        if (group_ids >= 0).all():  # -1: not set
+        if (group_ids >= 0).all():  # -1: group not set
             order = quant_method.find_input_order(f"{module.prefix}.weight_g_idx", group_ids, group)
     zeros: Any = 8 if packing.code_book == "int4" else 0
     if "weight_zero_point" in module:

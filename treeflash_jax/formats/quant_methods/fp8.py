@@ -1,9 +1,9 @@
 """FP8 files: float8_e4m3fn values beside scales, one per block, output channel or tensor.
 
-"X.weight" has its scales in "X.weight_scale_inv" or "X.weight_scale"; a weight is its values times its scales. If it
-is expanded, the product is rounded once from float32; if it stays quantised, its scales are rounded to the model's dtype.
-In both cases, a weight changes by at most half a unit in the last place of that dtype. Tensors without scales are read
-as they are.
+The scales of "X.weight" are in "X.weight_scale_inv" or "X.weight_scale". A weight is its values times its scales. If it is
+expanded, the product is rounded once from float32. If it stays quantised, its scales are rounded to the model's dtype. In
+both cases, a weight changes by at most half a unit in the last place of that dtype. Tensors without scales are read as they
+are.
 
 Source: transformers, quantization method "fp8", as published for DeepSeek-V3 and Qwen3; compressed-tensors,
 "float-quantized".
@@ -52,9 +52,9 @@ def _block_size(config: Mapping[str, Any]) -> Any:
 
 
 def join_scales(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a folder's tensors with each FP8 weight and its scales as one ScaledTensor, by the name of the weight.
+    """Returns a folder's tensors, in which each FP8 weight and its scales are one ScaledTensor with the name of the weight.
 
-    Raises ValueError for scales without a weight, or of another shape.
+    Raises ValueError for scales without a weight, and for scales of another shape.
     """
     joined = {name: tensor for name, tensor in tensors.items() if not name.endswith(_ENDINGS)}
     for name in tensors:

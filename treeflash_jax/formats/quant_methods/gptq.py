@@ -1,7 +1,7 @@
-"""GPTQ files of 4 or 8 bits: weights packed along the inputs, zero points along the outputs, first number lowest.
+"""GPTQ files of 4 or 8 bits. Weights are packed along the inputs, zero points along the outputs, first number lowest.
 
-In the first version of the format ("gptq"), words of zero points are stored less one in each number. With `desc_act`,
-"X.g_idx" has the group of each input.
+In the first version of the format ("gptq"), every stored zero point is one too small. With `desc_act`, "X.g_idx" has the
+group of each input.
 
 Source: gptqmodel, nn_modules/qlinear and utils/model (convert_gptq_v1_to_v2_format_module).
 """
@@ -19,7 +19,7 @@ from treeflash_jax.formats.quant_methods.quant_method import Module, QuantMethod
 from treeflash_jax.formats.storage import Tensor
 
 FORMATS = ("gptq", "gptq_v2")
-ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}  # a word of ones, by bits
+ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}  # a word in which every number is one, by bits
 
 
 class Gptq(QuantMethod):
@@ -55,7 +55,7 @@ def _join_module(module: Module, bits: int, zeros_less_one: bool) -> GroupedTens
 
     def read_zeros(rows: tuple[slice, ...]) -> np.ndarray:
         words = packed_zeros[:, rows[0]].view(np.uint32)
-        return words + ONES[bits] if zeros_less_one else words  # carries as it borrowed
+        return words + ONES[bits] if zeros_less_one else words  # this addition carries if the subtraction borrowed
 
     return GroupedTensor(
         code_book=packing.code_book,

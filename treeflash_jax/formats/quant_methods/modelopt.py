@@ -1,4 +1,4 @@
-"""NVFP4 files of NVIDIA's ModelOpt: "X.weight" in bytes, "X.weight_scale" and its factor "X.weight_scale_2".
+"""NVFP4 files of NVIDIA's ModelOpt: "X.weight" in bytes, "X.weight_scale", and "X.weight_scale_2", a factor of the scales.
 
 Source: nvidia-modelopt, quantization "NVFP4".
 """

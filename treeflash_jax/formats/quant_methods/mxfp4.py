@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss has it: two E2M1 values in a byte of "X_blocks", the exponent of each 32 values in "X_scales".
+"""MXFP4 as in gpt-oss: "X_blocks" has two E2M1 values in a byte, and "X_scales" has an exponent for each 32 values.
 
 Source: transformers, integrations/mxfp4; OCP Microscaling Formats (MX) specification v1.0.
 """
@@ -16,12 +16,12 @@ from treeflash_jax.formats.storage import Tensor
 
 
 class Mxfp4(QuantMethod):
-    """Blocks [x, outputs, inputs / 32, 16] with scales [x, outputs, inputs / 32]; the weight has the name of the blocks."""
+    """Blocks [x, outputs, inputs / 32, 16] and scales [x, outputs, inputs / 32]. The weight has the name of the blocks."""
 
     name = "mxfp4"
 
     def check(self, config: Keys) -> None:
-        """Raises ValueError: gpt-oss, the only family with such files, checks its configuration itself."""
+        """Raises ValueError, because gpt-oss, the only family with such files, checks its configuration itself."""
         raise ValueError(f"{config.where}: got weights quantised by 'mxfp4', expected them in files of gpt-oss only")
 
     def join(self, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 values, an E4M3 scale for each 16 of them, and one float32 factor or divisor of these scales."""
+"""NVFP4: E2M1 values, an E4M3 scale for each 16 values, and a float32 factor or divisor of all these scales."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def join_module(module: Module, packed: str, outer: str, is_divisor: bool) -> Gr
     """Returns the weight of a module.
 
     Args:
-      packed: last word of the name of the tensor with two values in a byte, low half first, [..., outputs, inputs / 2].
+      packed: last word of the name of the packed tensor [..., outputs, inputs / 2]: two values in a byte, low half first.
       outer: last word of the name of the tensor with the second-level scale.
       is_divisor: whether scales are divided by the second-level scale.
     """

@@ -1,4 +1,4 @@
-"""The protocol of methods of quantisation, and functions that several methods need for their tensors."""
+"""The protocol of quantisation methods, and functions for tensors that several methods use."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +15,7 @@ SCALE_DTYPES = ("F16", "BF16", "F32")
 
 
 class QuantMethod(ABC):
-    """A way in which files store quantised weights.
+    """A form in which files store quantised weights.
 
     Attributes:
       name: `quant_method` in config.json.
@@ -29,7 +29,7 @@ class QuantMethod(ABC):
 
     @abstractmethod
     def join(self, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a folder's tensors with each quantised weight and its scales as one tensor, by the name of the weight.
+        """Returns a folder's tensors. In them, each quantised weight and its scales are one tensor, named like the weight.
 
         Raises ValueError for tensors that are missing, or have another type or shape.
         """
@@ -37,11 +37,11 @@ class QuantMethod(ABC):
 
 @dataclass(frozen=True)
 class Module:
-    """Tensors of one quantised module.
+    """Tensors of a quantised module.
 
     Attributes:
-      prefix: the module's name, "model.layers.0.mlp.up_proj".
-      tensors: the module's tensors by the last word of their names, "qweight" for "PREFIX.qweight".
+      prefix: name of the module, for example "model.layers.0.mlp.up_proj".
+      tensors: tensors of the module by the last word of their names, for example "qweight" for "PREFIX.qweight".
     """
 
     prefix: str
@@ -51,7 +51,7 @@ class Module:
         return word in self.tensors
 
     def checked_tensor(self, word: str, dtypes: Collection[str], shape: Any = None) -> Tensor:
-        """Returns "PREFIX.word". Raises ValueError if it is missing, or has another type or shape (None: any size)."""
+        """Returns "PREFIX.word". Raises ValueError if it is missing, or has another type or shape. None fits any size."""
         if word not in self.tensors:
             raise ValueError(f"got no tensor {self.prefix}.{word} beside {self.prefix}.{min(self.tensors)}, expected both")
         tensor = self.tensors[word]
@@ -71,12 +71,12 @@ def join_modules(
     join: Callable[[Module], GroupedTensor],
     marks: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors with those of each quantised module as one, "PREFIX.weight".
+    """Returns the tensors, in which the tensors of each quantised module are joined to "PREFIX.weight".
 
     Args:
-      packed: last word of the name of the tensor that a quantised module must have, "PREFIX.packed".
-      others: last words of the names of its other tensors, which it may lack.
-      join: function that joins the tensors of one module.
+      packed: last word of the name of the tensor that every quantised module has, "PREFIX.packed".
+      others: last words of the names of other tensors that it may have.
+      join: function that joins the tensors of a module.
       marks: words that only quantised modules have; None: `packed` and `others`.
 
     Raises ValueError for a module without `packed`.
@@ -98,7 +98,7 @@ def join_modules(
 
 
 def find_group_size(name: str, scales: Tensor, inputs: int) -> int:
-    """Returns the number of inputs with a common scale. Raises ValueError if inputs are no whole groups."""
+    """Returns the number of inputs with a common scale. Raises ValueError if inputs are not a whole number of groups."""
     groups = scales.get_shape()[-1]
     if min(groups, inputs) < 1 or inputs % groups:
         raise ValueError(f"tensor {name} has {groups} scales for {inputs} inputs, expected whole groups of equal size")
@@ -106,7 +106,7 @@ def find_group_size(name: str, scales: Tensor, inputs: int) -> int:
 
 
 def find_input_order(name: str, groups: Any, group: int) -> np.ndarray | None:
-    """Returns the inputs in group order, given the group of each; None if it is their order in the file.
+    """Returns the inputs in group order, given the group of each input; None if this is their order in the file.
 
     Raises ValueError for groups of other sizes than `group`.
     """
@@ -119,22 +119,22 @@ def find_input_order(name: str, groups: Any, group: int) -> np.ndarray | None:
 
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Returns the halves of bytes, or of little-endian words, low half first."""
+    """Returns the halves of bytes or of little-endian words, low half first."""
     halves = np.ascontiguousarray(packed).view(np.uint8)
     return np.stack([halves & 15, halves >> 4], axis=-1).reshape(*halves.shape[:-1], -1)
 
 
 def _unpack_bytes(packed: np.ndarray) -> np.ndarray:
-    """Returns the bytes of little-endian words, less 128."""
+    """Returns the bytes of little-endian words, minus 128."""
     return (np.ascontiguousarray(packed).view(np.uint8) ^ 0x80).view(np.int8)
 
 
 class Packing(NamedTuple):
-    """Numbers without a sign in words of 32 bits, the first one lowest; of 8 bits, 128 is subtracted from all.
+    """Unsigned numbers in words of 32 bits, the first number lowest. From numbers of 8 bits, 128 is subtracted.
 
     Attributes:
       code_book, dtype: as in GroupedTensor and ComputedTensor.
-      factor: numbers per word.
+      factor: number of numbers per word.
       unpack: function of words [..., n] that returns numbers [..., n * factor].
     """
 
@@ -157,7 +157,7 @@ def unpack_inputs(
 
     Args:
       shape: [..., outputs, inputs].
-      order: from `find_input_order`.
+      order: result of `find_input_order`.
       read: function of slices of all axes but the last; returns words [..., outputs, words].
     """
 
