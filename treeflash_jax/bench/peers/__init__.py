@@ -1,1 +1,1 @@
-"""Scripts with which other programs decode as systems of `bench run`; each runs in its own environment."""
+"""Scripts that let other programs decode as systems of `bench run`. Each script runs in a separate environment."""

@@ -14,7 +14,7 @@ from collections import defaultdict
 from typing import Any
 from urllib.request import Request, urlopen
 
-PAUSE = 2.0  # seconds that the stream has to itself before the long prompt comes
+PAUSE = 2.0  # seconds that the stream runs alone before the long prompt is sent
 
 
 def post(url: str, prompt: str, **settings: Any) -> Any:
@@ -36,7 +36,7 @@ def measure(url: str, words: int, max_tokens: int, number: int) -> dict[str, flo
     reader.start()
     time.sleep(PAUSE)
     start = time.perf_counter()
-    with post(url, f"Story {number}. " + "hello world " * (words // 2), max_tokens=1) as answer:  # no prefix in common
+    with post(url, f"Story {number}. " + "hello world " * (words // 2), max_tokens=1) as answer:  # no common prefix
         answer.read()
     end = time.perf_counter()
     reader.join()
