@@ -89,7 +89,7 @@ class Comparison:
 
 
 def compare_decodings(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Comparison]:
-    """Decodes every prompt with and without drafting, and compares the answers. `settings` are those of `generate`.
+    """Decodes every prompt with and without drafting, and compares the answers. `settings` are as in `generate`.
 
     Raises:
       ValueError: there is no drafter, the builder is "none", or the temperature is above 0 and the acceptance rule draws

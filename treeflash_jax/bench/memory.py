@@ -2,11 +2,12 @@
 
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 
-Weights and caches are sums of sizes; `--quantize` counts weights that a scheme makes of wide ones, not those of a
-quantised file. Temporaries (activations, and weights that the compiler lays out anew) are the compiler's own report
-of the programs, which are compiled from shapes alone. On accelerators it also prints how many operations a round
-launches: on a GPU each takes over a microsecond, however little it does. For TPUs it prints the time of a round that
-the compiler estimates, which is no measurement (`bench.cycles`). The exit status is 1 if a device is too small.
+Weights and caches are sums of sizes. `--quantize` counts wide weights after quantisation by a scheme, not the weights of
+a quantised file. Temporaries (activations, and weights in another layout) are as the
+compiler reports them for the programs, which are compiled from shapes alone. On accelerators, the output also has the
+number of operations that a round launches: on a GPU, each takes over a microsecond, however little it does. For TPUs,
+it has the time of a round as the compiler estimates it, which is not a measurement (`bench.cycles`). The exit status is
+1 if a device is too small.
 `python -m train.step_memory` does the same for a training step.
 """
 

@@ -1,7 +1,7 @@
 """The phases of decoding as separate programs, with the device time of each.
 
 The timed programs are the programs of decoding. `prefill` and `decode` are timed as they are shipped: a whole round, or a
-one-token step, is an iteration of `decode`'s loop on the device. The functions of which `rounds.decode_round` consists are
+one-token step, is an iteration of `decode`'s loop on the device. The functions that `rounds.decode_round` calls are
 compiled and timed separately.
 
 A sample consists of many calls, which are all enqueued before the clock waits, so the device hides the time of dispatch.

@@ -116,7 +116,7 @@ def _check_options(parser: Parser) -> None:
 def _convert_options(parser: argparse.ArgumentParser) -> None:
     """Writes a GGUF file as a Hugging Face folder, or a drafter in another layout.
 
-    Weights stay unchanged, unless --dtype rounds those of a GGUF file.
+    Weights stay unchanged, unless --dtype rounds the weights of a GGUF file.
     """
     parser.add_argument("source", help="a GGUF file or, with --to, a DFlash or TreeFlash drafter: its name, path or Hub id")
     parser.add_argument("target", help="folder to write; it must not exist")

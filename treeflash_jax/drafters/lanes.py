@@ -64,7 +64,7 @@ class Level:
     seen_bwx: jax.Array
 
     def join(self, earlier_bx: jax.Array, new_bw: jax.Array) -> jax.Array:
-        """Returns keys or values [b, x, ...]: first those of earlier tokens, then those of this level."""
+        """Returns keys or values [b, x, ...]: first of earlier tokens, then of this level."""
         return jnp.concatenate([earlier_bx, new_bw.astype(earlier_bx.dtype)], axis=1)
 
 

@@ -171,7 +171,7 @@ class Drafter(ABC):
 
         Args:
           params, verifier_params: weights of the drafter and of the verifier.
-          features_btj: verifier features at the positions that follow those of the state.
+          features_btj: verifier features at the positions after the state's.
           tokens_bt: the token that follows each of these positions.
           count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.
           attention: name of the attention implementation; ignored by drafters without a network.

@@ -1,4 +1,4 @@
-"""draft_vocabulary.json, a file beside those of a block drafter, language model or multi-token prediction layer.
+"""draft_vocabulary.json, an additional file of a block drafter, language model or multi-token prediction layer.
 
 It lists the tokens that may be drafted: the most frequent tokens of answers. A draft then reads only a fraction of the
 vocabulary table. Other tokens are never drafted, but the output does not change.

@@ -73,8 +73,8 @@ class PassInputs:
       mask_btu: True if new position t sees new position u. Each position sees itself. In training, may be a `PackedMask`.
       length_b: number of committed positions, all visible; None without states.
       precomputed: result of `LayerKind.precompute`.
-      attention: name of an implementation in `attention.IMPLEMENTATIONS`; for a `PackedMask`, in those of
-        `packed_attention`.
+      attention: name of an implementation in `attention.IMPLEMENTATIONS`; for a `PackedMask`, in
+        `packed_attention.IMPLEMENTATIONS`.
     """
 
     positions_bt: jax.Array

@@ -1,4 +1,4 @@
-"""Architectures: how the config keys and tensor names of each verifier family correspond to those of this package.
+"""Architectures: how the config keys and tensor names of each verifier family map to names of this package.
 
 A family is an `Architecture` and a line in ARCHITECTURES. `architecture.Architecture` describes its fields; `dense` has the
 parts that families share. If a family has other layer weights or mathematics, `models` also needs them, as a kind of layer

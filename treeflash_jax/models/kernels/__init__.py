@@ -1,9 +1,9 @@
 """Registry of kernels: the operation that each replaces, the device it was written for, and whether it ever ran there.
 
 A model names an operation, asks `find` for its kernel, and runs the plain form if there is none. A name of attention
-selects that attention. Kernels of other operations belong to sets, of which a call may choose one (`use`). If a kernel does
-not take the operands, the plain form runs, and one line says so. Forms that XLA compiles, and that devices use by default,
-are in `models.backend`.
+selects that attention. Kernels of other operations belong to sets, and a call may choose a set (`use`). If a kernel does
+not take the operands, the plain form runs, and one line says so. Forms that XLA compiles, and that devices use by
+default, are in `models.backend`.
 
 To add a kernel, write a file in this folder and add a line to KERNELS. The file is imported at first use, because importing
 Pallas is slow. It has `run`, which replaces the plain form; `supports`, which returns whether the kernel takes the

@@ -101,7 +101,7 @@ def _kernel(
     apart_tu = rows_tu ^ columns_tu  # its highest bit is half the size of the smallest block on the diagonal with both
 
     def double(step: jax.Array, inverse_tu: jax.Array) -> jax.Array:
-        """Returns the inverses of the diagonal blocks of 2^(step + 1) positions, given those of blocks half as large."""
+        """Returns the inverses of the diagonal blocks of 2^(step + 1) positions, given the inverses of the halves."""
         half = 1 << step
         store_left(inverse_tu)
         store_right(jnp.where((apart_tu >= half) & (apart_tu < 2 * half), system_tu, 0.0))
