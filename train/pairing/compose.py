@@ -37,12 +37,11 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
-PASSES, USUAL_STEPS = 6, 200  # as for the published backbones
-LEAST_STEPS = 50
+USUAL_STEPS, LEAST_STEPS = 200, 50
 MEASURED_LENGTHS = 512  # number of prompts from which the longest allowed length is chosen
 LEAST_PROMPTS, FEW_PROMPTS = 8, 32
 ENOUGH_PROMPTS = 1000  # number of prompts in total; if fewer are given, the verifier writes the others
-CHUNK = 8  # number of blocks of a sequence whose logits are in memory at a time
+CHUNK = 8  # number of blocks of a sequence whose logits over the whole vocabulary are in memory at a time
 EVALUATIONS = 4  # number of evaluations while training
 MEASURE_SECONDS = 300.0
 
@@ -83,7 +82,8 @@ class PairConfig:
     steps: int = setting(0, "training steps of backbone and head", least=0)
     passes: float = setting(
         0.0,
-        f"passes over the answers, in place of `steps`. Without either: {PASSES} passes, and at least {USUAL_STEPS} steps",
+        f"passes over the answers, in place of `steps`. Without either: {PLAIN_CPU.training_passes:g} passes on a CPU, "
+        f"otherwise {ACCELERATOR.training_passes:g}, and at least {USUAL_STEPS} steps",
         least=0,
     )
     anyway: bool = setting(False, f"trains for fewer than {LEAST_STEPS} steps, too")
@@ -213,7 +213,7 @@ class Composer:
     def drafter(self) -> DrafterStage:
         """Composes the training of backbone and head together."""
         settings, model, answers, defaults = self.settings, self.model, self.answers, self.defaults
-        passes, least = settings.passes or PASSES, 1 if settings.passes else USUAL_STEPS
+        passes, least = settings.passes or defaults.training_passes, 1 if settings.passes else USUAL_STEPS
         steps = max(least, math.ceil(passes * answers.num_sequences / self._batch_size()))
         num_layers = settings.num_layers or choices.drafter_layers(model.num_layers)
         mask_token_id = settings.mask_token_id
@@ -257,14 +257,15 @@ class Composer:
         return stage
 
     def _objective(self, sequence_length: int) -> ObjectiveConfig:
+        anchors = CHUNK * max(1, sequence_length // (self.defaults.training_anchors * CHUNK))
         sample = self.defaults.training_vocabulary * sequence_length
         return ObjectiveConfig(
             loss="forward-kl",
             decay=4.0 if self.block_size <= 8 else 7.0,
             base_weight=0.5,
-            anchors=CHUNK * max(1, sequence_length // (8 * CHUNK)),
+            anchors=anchors,
             prompts=True,  # costs nothing, and held-out losses fall: notebooks/results/recipe_smollm2.md
-            chunk=CHUNK,
+            chunk=anchors if sample else CHUNK,
             vocabulary=0 if sample >= self.model.vocab_size else sample,
         )
 

@@ -44,8 +44,10 @@ class DeviceDefaults:
       training_slots: number of answers to training prompts that are decoded together.
       training_block: block size of a new drafter.
       training_tokens: largest number of tokens of an answer that a new drafter is trained on.
+      training_anchors: number of tokens of a sequence per anchor.
       training_vocabulary: number of vocabulary tokens per token of a sequence that a backbone is trained on; 0: all.
       training_batch: least number of sequences of a training step.
+      training_passes: number of passes over the answers.
       training_optimizer: optimiser of a backbone and its learning rate.
       records_training: whether training records the verifier's outputs once, and reads them in every pass.
     """
@@ -63,8 +65,10 @@ class DeviceDefaults:
     training_slots: int
     training_block: int
     training_tokens: int
+    training_anchors: int
     training_vocabulary: int
     training_batch: int
+    training_passes: float
     training_optimizer: tuple[str, float]
     records_training: bool
 
@@ -88,10 +92,13 @@ PLAIN_CPU = DeviceDefaults(
     lanes=2,
     # SmolLM2 writes 265 tokens per CPU second (Zen 5, bfloat16) with 32 answers together, 234 with 16, and 225 with 64.
     training_slots=32,
-    training_block=5,  # as good as 8 in less time: notebooks/results/recipe_smollm2.md, also for optimiser and records
+    # Settings of training: notebooks/results/recipe_smollm2.md.
+    training_block=5,  # as good as 8 in less time
     training_tokens=256,
+    training_anchors=16,  # in equal time, half as many per sequence as 8 and more steps have a higher tau
     training_vocabulary=4,  # a sample saves most of a step's time
     training_batch=4,
+    training_passes=16,  # an hour for 1,000 answers of SmolLM2 on two cores with AVX2
     training_optimizer=("adamw", 1e-3),  # an update by Muon takes longer than the gradient of four sequences
     records_training=True,
 )
@@ -111,8 +118,10 @@ ACCELERATOR = DeviceDefaults(
     training_slots=64,
     training_block=16,  # as published
     training_tokens=1024,
+    training_anchors=8,
     training_vocabulary=0,  # a sample was never compared
     training_batch=8,
+    training_passes=6,  # as for the published backbones
     training_optimizer=("muon", 6e-3),
     records_training=False,  # its disk was never timed against a pass
 )
