@@ -2,9 +2,11 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import treeflash_jax
@@ -75,6 +77,17 @@ def test_no_module_imports_a_module_of_tests():
     tests = {path.stem for path in TEST_FILES if path.stem.startswith("test_")}
     for path in TEST_FILES:
         assert tests.isdisjoint(name.partition(".")[0] for name in imports(path)), path
+
+
+def test_only_openings_of_docstrings_are_followed_by_deeper_lines():
+    """A colon, a bracket, a backslash, a list item and an entry of Args open something; the lines of a paragraph do not."""
+    for path in (*FILES, *TRAIN_FILES):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                for line, following in pairwise((ast.get_docstring(node) or "").splitlines()):
+                    is_deeper = re.match(" *", following).end() > re.match(" *", line).end()
+                    opens = not line or line.endswith((":", "(", "\\")) or re.match(r" *- | +[\w*, ]+: ", line)
+                    assert opens or not is_deeper, f"{path}: {line}"
 
 
 def test_importing_the_library_is_quick_and_light():

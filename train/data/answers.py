@@ -1,7 +1,7 @@
 """The resumable JSONL file of `train.respond`: its parts, settings, missing prompts, and order.
 
-Files beside OUT: OUT.part-N (answers until all parts are merged), OUT.settings.toml,
-OUT.inputs.json (the digest of the verifier that answers) and OUT.lock.
+Files beside OUT: OUT.part-N (answers until all parts are merged), OUT.settings.toml, OUT.inputs.json (the digest of the
+verifier that answers) and OUT.lock.
 """
 
 import json

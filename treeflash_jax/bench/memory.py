@@ -2,12 +2,12 @@
 
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 
-Weights and caches are sums of sizes. `--quantize` counts wide weights after quantisation by a scheme, not the weights of
-a quantised file. Temporaries (activations, and weights in another layout) are as the
-compiler reports them for the programs, which are compiled from shapes alone. On accelerators, the output also has the
-number of operations that a round launches: on a GPU, each takes over a microsecond, however little it does. For TPUs,
-it has the time of a round as the compiler estimates it, which is not a measurement (`bench.cycles`). The exit status is
-1 if a device is too small.
+Weights and caches are sums of sizes. `--quantize` counts wide weights after quantisation by a scheme, not the weights of a
+quantised file. Temporaries (activations, and weights in another layout) are as the compiler reports them for the programs,
+which are compiled from shapes alone. On accelerators, the output also has the number of operations that a round launches:
+on a GPU, each takes over a microsecond, however little it does. For TPUs, it has the time of a round as the compiler
+estimates it, which is not a measurement (`bench.cycles`). The exit status is 1 if a device is too small.
+
 `python -m train.step_memory` does the same for a training step.
 """
 

@@ -8,8 +8,7 @@ No mask [new, context] is stored.
 - "streamed" and "blocked" read the cache block by block, up to the longest prefix, and keep the logits of a single block.
   Blocks are quarters of the cache ("streamed", for CPUs) or large ("blocked").
 - Other names are kernels. They read each prefix block by block with an online softmax. "xla" runs for operands that a
-kernel
-  does not take.
+  kernel does not take.
 
 Layers with a window are computed as by "xla", whatever the name. In a ring, all slots are read. In a whole cache, only the
 slots of the window are read; but under the name "xla", all slots are read and masked. For packed sequences in training, see
@@ -200,7 +199,7 @@ def over_mesh(attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], p
     """Runs `attend(*arrays, prefix, length_b)` on every device of a mesh, for the device's sequences and heads.
 
     The prefix is passed in parts: its arrays are split over the mesh, but the index of its layer is the same on all
-      devices.
+    devices.
     """
 
     def run(*arrays: Any) -> Any:

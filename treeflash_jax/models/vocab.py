@@ -210,8 +210,7 @@ def filter_threshold(
     """Returns the smallest logit that survives top-k, top-p and min-p of softmax(logits / temperature), [...].
 
     The order is as in transformers: top-p counts only tokens that top-k keeps. (vLLM applies min-p before both.) Tokens
-      with
-    smaller logits are dropped. Ties are kept, and so is the token that crosses p; -inf keeps all tokens.
+    with smaller logits are dropped. Ties are kept, and so is the token that crosses p; -inf keeps all tokens.
 
     The cuts of top-k and top-p are found by bisection over the ordered bit patterns of the logits' dtype, with 16 passes
     each for bfloat16. This is exact. It neither sorts the vocabulary nor writes an array of its size, and it needs only

@@ -1,8 +1,10 @@
 """Greedy multi-path block verification: chooses the largest of K paths in an order by p / q, and verifies it as a block.
 
 At every node, tokens are ordered by p / q (ties by their index in the support). Paths are ordered by their tokens, and the
-largest of the K paths is chosen. It has the distribution
+largest of the K paths is chosen. It has the distribution:
+
     q'(x | path) = [(A + y + z)^K - (A + y)^K] / [(A + f)^K - A^K],
+
 with f = q(path), A = P(one path comes before it), y = f q(tokens before x), and z = f q(x). The path is verified with q'
 instead of q. This pays if q is far from p. If they agree, the order is arbitrary, and the rule accepts less than block
 verification of a single path.

@@ -9,8 +9,7 @@ The deltas of both sides are computed from the normed input of attention or feed
 Shape suffixes: b batch, t positions, j tapped layers x model, d model, y sides (before, after), a taps, g groups of
 channels. `sizes` is the config of the layers.
 
-Source: DFlash (arXiv 2602.06036) section 4. The TreeFlash head (arXiv 2606.03819) is on the same backbone. For DFlash2,
-  NeMo
+Source: DFlash (arXiv 2602.06036) section 4. The TreeFlash head (arXiv 2606.03819) is on the same backbone. DFlash2: NeMo
 AutoModel.
 """
 

@@ -3,12 +3,10 @@
 The plain form is an einsum in the operands' dtype. The other forms avoid slow paths of backends:
 
 - XLA's CPU backend runs a bfloat16 product at the machine's rate only as a matrix product that sums over the last axis of
-its
-  left matrix, accumulates in float32 and is rounded afterwards. It is slow from bfloat16 to bfloat16, with a single vector,
-  and if it sums over the first axis (the gradient of a weight).
+  its left matrix, accumulates in float32 and is rounded afterwards. It is slow from bfloat16 to bfloat16, with a single
+  vector, and if it sums over the first axis (the gradient of a weight).
 - In float32, XLA's CPU backend reads the left matrix in place and copies the right matrix into another layout. A few
-vectors
-  are therefore best multiplied with the weight on the left.
+  vectors are therefore best multiplied with the weight on the left.
 - XLA for TPUs multiplies one vector on the vector unit, but two on the matrix unit.
 
 All forms accumulate in float32, as accelerators do. Their results differ only in the order of sums.

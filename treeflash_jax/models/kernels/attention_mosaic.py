@@ -43,8 +43,8 @@ SoftmaxSums = tuple[jax.Array, jax.Array, jax.Array]  # sum exp(l - peak) v [r, 
 class _New(NamedTuple):
     """New positions: arrays [b, t or u, k, j, e] of queries, keys and values, which may be one array.
 
-    group: number of query heads, which are the first of the j heads.
-      group: number of query heads; they are the first of j.
+    Attributes:
+      group: number of query heads, which are the first of the j heads.
       key, value: indices among the j heads.
       q_turns_bte, k_turns_bue: cosines of the rotation, followed by its sines.
       scales_je: scales of the RMS norm of query heads (first) and key (`key`).

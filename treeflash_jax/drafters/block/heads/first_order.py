@@ -53,10 +53,9 @@ class FirstOrderHead(Head):
         """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
 
         Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth. Depth 0 has only
-          the
-        anchor. Stage two: corrected hidden states, logits and the K likeliest tokens, for all 1 + (depths - 1) M contexts
-        at once. If a child's token is not a candidate of its depth, it has no context to continue with, and its branch
-        ends.
+        the anchor. Stage two: corrected hidden states, logits and the K likeliest tokens, for all 1 + (depths - 1) M
+        contexts at once. If a child's token is not a candidate of its depth, it has no context to continue with, and its
+        branch ends.
 
         With a shortlist, stage two reads only the shortlisted tokens of the vocabulary table instead of reading all of it
         again. A token off the list is then never drafted. The output stays exact, but fewer tokens may be accepted.

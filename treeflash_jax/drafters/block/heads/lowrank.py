@@ -3,7 +3,7 @@
     logits(v | previous token a) = marginal(v) + <u, W2[v]>
 
     lowrank        u = W1[a]
-        lowrank-gated  u = W1[a] * sigmoid(Wg [z; W1[a]] + b), z the slot's hidden state after the final norm
+    lowrank-gated  u = W1[a] * sigmoid(Wg [z; W1[a]] + b), z the slot's hidden state after the final norm
     lowrank-rnn    u = tanh(o), state' = g * state + (1 - g) * tanh(c), [g; c; o] = Wj [state; W1[a]; z] + b, sigmoid of g
 
 The candidates of a depth are the likeliest tokens of its marginal. Only their vectors of two tables are read, not the whole
