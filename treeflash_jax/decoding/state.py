@@ -24,7 +24,7 @@ from treeflash_jax.trees import TreeShape
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPlan:
-    """Settings of prefill, and those that prefill and decoding share. Equal plans share the compiled programs.
+    """Settings that determine the programs of prefill; decoding uses most of them, too. Equal plans share the programs.
 
     Attributes:
       loaded_drafter: the drafter as it was loaded. Prefill and commits extend its state. None if nothing is drafted.
@@ -67,7 +67,7 @@ class DecodePlan:
     """Everything that determines the program of rounds. Equal plans share it. The default is one token a round.
 
     Attributes:
-      shared: settings of prefill, and settings that prefill and decoding share.
+      shared: settings that determine the programs of prefill, most of which decoding uses, too.
       drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
       builder: one of `trees.BUILDERS`, or "none" for one token a round.
       num_nodes: nodes verified per round, root included.

@@ -123,8 +123,7 @@ class TreeFlash:
 
         Raises:
           TypeError: an unknown setting.
-          ValueError: an invalid setting or prompt, before any computation; or an answer for which the verifier
-            computes NaN.
+          ValueError: an invalid setting or prompt, before any computation; or NaN in the verifier's logits.
           RuntimeError: this process was forked from the one that loaded the model.
         """
         call = self.prepare(prompts, config, indices=indices, **settings)
@@ -143,13 +142,11 @@ class TreeFlash:
     ) -> Iterator[tuple[int, Result]]:
         """Yields each answer as soon as it is finished, in any order.
 
-        The answers equal those of `generate`, and so do arguments and exceptions. Exceptions are raised when the first
-        answer is requested. When a sequence finishes, a waiting prompt takes its place in the batch (continuous
-        batching), so short answers do not wait for long ones.
+        Answers, arguments and exceptions are as in `generate`. Exceptions are raised when the first answer is requested. A
+        waiting prompt takes the place of a finished one (continuous batching), so short answers do not wait for long ones.
 
         Yields:
-          Pairs of an index into the list that `generate` would return, and the Result. `Result.seconds` counts from the
-          start of the call, without compilation.
+          Pairs of an index into `generate`'s list and the Result, whose `seconds` count from the start of the call.
         """
         yield from self.prepare(prompts, config, indices=indices, **settings).answer()
 
@@ -165,8 +162,7 @@ class TreeFlash:
         """Yields the answer to one prompt piece by piece: Chunks while it is generated, then the Result.
 
         Args:
-          prompt: one prompt, alone or in a list; see `generate`.
-          config, **settings: see `generate`.
+          prompt, config, **settings: as in `generate`, but one prompt, alone or in a list.
           rounds_per_dispatch: number of decoding rounds between two chunks. It does not change the tokens.
           session: caches of the conversation, reused and updated for its next prompt; None prefills the whole prompt.
 
@@ -209,13 +205,11 @@ class TreeFlash:
     ) -> float:
         """Compiles the programs that `generate` or `stream` would run with the same settings, without decoding.
 
-        Returns the seconds spent compiling; 0 if all programs were compiled before.
-
-        Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus room
-        for new tokens, rounded up) and on the drafting settings. They do not depend on prompts, `max_new_tokens`,
-        temperatures, filters or seeds. An answer that outgrows its caches compiles programs for larger ones while it is
-        decoded. If the verifier has layers with windows or states, streams of a session have caches of another shape:
-        their programs are not compiled here.
+        Returns the seconds spent compiling; 0 if all programs were compiled before. Programs depend on the number of
+        sequences decoded together, on the size of the caches (the longest prompt plus room for new tokens, rounded up) and
+        on the drafting settings. They do not depend on prompts, `max_new_tokens`, temperatures, filters or seeds. Decoding
+        compiles others if an answer outgrows its caches. If the verifier has layers with windows or states, streams of a
+        session have caches of another shape: their programs are not compiled here.
 
         Example:
           >>> model.warmup(prompt_tokens=200, max_new_tokens=256)
