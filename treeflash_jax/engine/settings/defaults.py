@@ -151,9 +151,9 @@ def pays_per_token(device: Device, dtype: DTypeLike) -> bool:
 def drafting_pays(device: Device, dtype: DTypeLike, tau: float | None = None, sequences: int = 1) -> bool:
     """Returns whether drafting a small tree is expected to be faster than one-token decoding.
 
-    On an accelerator, a tree takes as long as one token if it is within the device's ridge. On a CPU on which every token
-    costs time, tau must exceed the number in BREAK_EVEN_TAU for `sequences`, rounded up to a number in that table. With
-    more sequences than the table has, drafting never pays.
+    On an accelerator, drafting is expected to pay if a tree of two nodes is within the device's ridge
+    (`nodes_within_ridge`). On a CPU on which every token costs time, tau must exceed the number in BREAK_EVEN_TAU for
+    `sequences`, rounded up to a number in that table. With more sequences than the table has, drafting never pays.
 
     Args:
       tau: mean number of tokens that a round adds (`Drafter.tau`); None: USUAL_TAU.
@@ -169,7 +169,8 @@ def drafting_pays(device: Device, dtype: DTypeLike, tau: float | None = None, se
 def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
     """Returns the usual number of tree nodes, or fewer if nodes x sequences would exceed the ridge; 0 if none fits.
 
-    Up to the ridge, a round takes no longer than a one-token step, since both read all weights.
+    Up to the ridge, a verify pass is limited by reading all weights, like a pass over one token. A round also drafts, and
+    takes longer than a one-token step: "Time of a round" in notebooks/results/README.md.
     """
     return usual if device.ridge is None else min(usual, device.ridge // sequences)
 
