@@ -89,7 +89,7 @@ def test_drafted_output_is_one_token_output(float64, kind, verifier):
 
 @pytest.mark.slow
 def test_a_history_without_ancestors_fails_the_same_test(float64, monkeypatch):
-    """Control: nodes penalized for the committed text alone."""
+    """Control: nodes penalised for the committed text alone."""
     settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 3, "presence_penalty": 2.0}
     drafted_as_plain(accepted_pair("language_model"), TEXTS, DRAFT, **settings)
     whole = trees.path_tokens

@@ -33,7 +33,7 @@ class MeshConfig:
     """Devices per mesh axis."""
 
     data: int = setting(0, "groups of devices that split the batch; 0 takes all devices that are left", least=0)
-    fsdp: int = setting(1, "devices that split the batch, weights and optimizer state", least=1)
+    fsdp: int = setting(1, "devices that split the batch, weights and optimiser state", least=1)
     model: int = setting(1, "devices that split heads, feed-forward layers and vocabulary", least=1)
 
 

@@ -130,7 +130,7 @@ def _acceptance_by_depth(records: Sequence[BenchRecord]) -> list[float]:
 
 
 def _compare_answers(pairs: Sequence[tuple[BenchRecord, BenchRecord]]) -> dict[str, Any]:
-    """Summarizes how answers differ from their one-token answers, in pairs with the same prompt.
+    """Summarises how answers differ from their one-token answers, in pairs with the same prompt.
 
     Returns {"compared", "identical", "compared_tokens", "near_ties", "verdict"}. The first two are numbers of answers;
     tokens are counted up to the first difference. The last three are None for systems that draw other samples or have

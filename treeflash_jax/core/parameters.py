@@ -1,4 +1,4 @@
-"""Specs of weights: shape, logical axes and initializer. Abstract trees, shardings and fresh weights derive from them.
+"""Specs of weights: shape, logical axes and initialiser. Abstract trees, shardings and fresh weights derive from them.
 
 An `Entry` is the location of a weight in a file. Trees of specs, entries and weights have the same structure.
 """
@@ -19,14 +19,14 @@ Params = dict[str, Any]  # weights by name: arrays, `Quantized` ones, and dictio
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape of a weight, the logical axis of each dimension, and its initializer.
+    """Shape of a weight, the logical axis of each dimension, and its initialiser.
 
     Attributes:
       axes: logical axes, for sharding.
       inputs: axes that products with the weight sum over; () for biases, norms and other weights outside products. Weights
-        with inputs decay in training and can be quantized.
+        with inputs decay in training and can be quantised.
       outputs: other axes of a linear map that Muon trains as an (inputs, outputs) matrix; () leaves the weight to AdamW.
-      can_quantize: whether a weight with inputs may be quantized; if not, it keeps the model's dtype.
+      can_quantize: whether a weight with inputs may be quantised; if not, it keeps the model's dtype.
       dtype: dtype of the weight; None: the model's dtype.
     """
 
@@ -121,9 +121,9 @@ def abstract(specs: Any, dtype: DTypeLike, mesh: Mesh | None = None) -> Any:
 
 
 def initialize(specs: Any, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 0.02) -> Any:
-    """Draws weights from the initializers of their specs; leaf i uses the key fold_in(key, i).
+    """Draws weights from the initialisers of their specs; leaf i uses the key fold_in(key, i).
 
-    Initializers are: normal with standard deviation `scale`, ones, zeros, or the numbers 0, 1, 2, ...
+    Initialisers are: normal with standard deviation `scale`, ones, zeros, or the numbers 0, 1, 2, ...
     """
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
 

@@ -207,7 +207,7 @@ def _zeros(logits_bnv: jax.Array) -> jax.Array:
 
 
 def _penalize_texts(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
-    """Returns penalized logits. Tokens of the text up to the root count, and the tokens of each node's path."""
+    """Returns penalised logits. Tokens of the text up to the root count, and the tokens of each node's path."""
     counts, path_bni = nodes.state.counts, nodes.path_bni
     penalties = [nodes.state.sampling.settings[name] for name in PENALTIES]
     in_answer_bv = counts.in_answer_bv

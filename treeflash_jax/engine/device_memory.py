@@ -59,7 +59,7 @@ def footprint(
       batch: number of sequences decoded together on all devices.
       drafts: whether the batch has caches of the drafter.
       can_cut: whether caches also hold the states from which a session can continue.
-      quantize: scheme of the verifier's matrices, to count their bytes; None: no quantization.
+      quantize: scheme of the verifier's matrices, to count their bytes; None: no quantisation.
       weight_bytes: bytes of the weights of verifier and drafter; None: counted.
     """
     cache = jax.eval_shape(lambda: caches.allocate(verifier, batch, capacity, dtype, can_cut=can_cut))

@@ -67,7 +67,7 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
         the scales of an FP8 file; int4, with a scale per output and 128 inputs,
         or with the groups of a quantised file; mxfp4, for the experts, as in
         gpt-oss. Drafted output then equals the one-token output of the
-        quantized verifier. none expands quantised files to the dtype (one of
+        quantised verifier. none expands quantised files to the dtype (one of
         int8, fp8, int4, mxfp4, none; default: none; but quantised files are
         kept as they are on GPUs and TPUs if that reads fewer bytes, or if
         expanded weights do not fit).
@@ -150,7 +150,7 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: jnp.dtype, mesh: Mesh | None
 def _choose_schemes(
     pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, dtype: jnp.dtype, mesh: Mesh | None
 ) -> tuple[str | None, str | None]:
-    """Returns the quantization schemes of the verifier's and of the drafter's matrices.
+    """Returns the quantisation schemes of the verifier's and of the drafter's matrices.
 
     If none is requested, matrices of quantised files are kept as they are when that pays, and expanded otherwise. A
     drafter's matrices are never rounded: a scheme only decides whether quantised ones are kept or expanded.

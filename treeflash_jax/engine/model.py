@@ -94,7 +94,7 @@ class TreeFlash:
 
     @property
     def quantize(self) -> str | None:
-        """Quantization scheme of the verifier's matrices; None if they are not quantized."""
+        """Quantisation scheme of the verifier's matrices; None if they are not quantised."""
         return quantized.quantization_scheme(self.weights.verifier)
 
     def generate(

@@ -51,7 +51,7 @@ class ModelOptions:
         "store the verifier's matrices in fewer bits: int8, with a scale per output channel; fp8, with a scale per block "
         "of 128 x 128, or with the scales of an FP8 file; int4, with a scale per output and 128 inputs, or with the groups "
         "of a quantised file; mxfp4, for the experts, as in gpt-oss. Drafted output then equals the one-token output of "
-        "the quantized verifier. none expands quantised files to the dtype",
+        "the quantised verifier. none expands quantised files to the dtype",
         unset="none; but quantised files are kept as they are on GPUs and TPUs if that reads fewer bytes, or if expanded "
         "weights do not fit",
         choices=lambda: (*SCHEMES, NONE),

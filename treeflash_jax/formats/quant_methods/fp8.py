@@ -5,7 +5,7 @@ expanded, the product is rounded once from float32. If it stays quantised, its s
 both cases, a weight changes by at most half a unit in the last place of that dtype. Tensors without scales are read as they
 are.
 
-Source: transformers, quantization method "fp8", as published for DeepSeek-V3 and Qwen3; compressed-tensors,
+Source: transformers, quantisation method "fp8", as published for DeepSeek-V3 and Qwen3; compressed-tensors,
 "float-quantized".
 """
 

@@ -1,6 +1,6 @@
 """NVFP4 files of NVIDIA's ModelOpt: "X.weight" in bytes, "X.weight_scale", and "X.weight_scale_2", a factor of the scales.
 
-Source: nvidia-modelopt, quantization "NVFP4".
+Source: nvidia-modelopt, quantisation "NVFP4".
 """
 
 from collections.abc import Mapping
