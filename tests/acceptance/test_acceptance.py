@@ -5,6 +5,7 @@ side of every coin (acceptance_cases.py).
 """
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import acceptance_cases as cases
 import acceptance_oracle as oracle
@@ -18,7 +19,7 @@ from refusals import refused
 from scipy import special
 
 from treeflash_jax import acceptance, trees
-from treeflash_jax.acceptance import RULES, check_lossless
+from treeflash_jax.acceptance import RULES, check_lossless, default_rule
 from treeflash_jax.trees import TreeShape
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITH_REPLACEMENT, WITHOUT_REPLACEMENT
 
@@ -365,6 +366,12 @@ def test_lossy_combinations_are_refused_with_the_reason():
         check_lossless(rule, "one path")
         if rule != "sample-and-match":
             refused(partial(check_lossless, rule, "deterministic"), "lossless here: sample-and-match")
+
+
+def test_a_distribution_that_no_rule_names_has_no_default_rule(monkeypatch):
+    refused(partial(default_rule, "pairs"), "got a tree of distribution 'pairs'", "an acceptance rule")
+    monkeypatch.setitem(RULES, "of pairs", SimpleNamespace(distributions=("pairs",)))
+    assert default_rule("pairs") == "of pairs"
 
 
 @jax.jit

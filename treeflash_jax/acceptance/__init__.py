@@ -27,6 +27,17 @@ RULES: dict[str, Rule] = {
 }
 
 
+def default_rule(distribution: str) -> str:
+    """Returns the name of the default rule for nodes drawn from this distribution.
+
+    Raises ValueError if no rule is lossless for it.
+    """
+    for name in ("block", "traversal", *RULES):
+        if distribution in RULES[name].distributions:
+            return name
+    raise ValueError(f"got a tree of distribution {distribution!r}, expected one in `distributions` of an acceptance rule")
+
+
 def check_lossless(rule: str, distribution: str) -> None:
     """Raises ValueError if a rule is not lossless for nodes drawn from this distribution."""
     if distribution not in RULES[rule].distributions:
@@ -37,4 +48,6 @@ def check_lossless(rule: str, distribution: str) -> None:
         )
 
 
-__all__ = ["RULES", "Acceptance", "Noise", "Rule", "TargetDistribution", "check_lossless", "target_distribution"]
+__all__ = [
+    "RULES", "Acceptance", "Noise", "Rule", "TargetDistribution", "check_lossless", "default_rule", "target_distribution",
+]  # fmt: skip

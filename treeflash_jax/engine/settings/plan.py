@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from treeflash_jax.acceptance import check_lossless
+from treeflash_jax.acceptance import check_lossless, default_rule
 from treeflash_jax.core.checks import expect, quoted
 from treeflash_jax.core.devices import Device
 from treeflash_jax.core.settings import changed, field_names
@@ -29,7 +29,6 @@ NO_DRAFTER_ADVICE = (
     "(python -m train.pair)"
 )
 DRAFTING = field_names(GenerateConfig, "drafting")  # settings of drafters; each kind takes some of them
-DEFAULT_RULES = {"deterministic": "sample-and-match", "one path": "block"}  # by distribution; others: traversal
 
 
 def resolve(
@@ -134,7 +133,7 @@ def _choose_tree(
     shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
     distribution = builder.distribution_for(shape)
     if config.selector is None:
-        rule, nodes = config.acceptance or DEFAULT_RULES.get(distribution, "traversal"), config.nodes
+        rule, nodes = config.acceptance or default_rule(distribution), config.nodes
     else:
         selector = _read_tree_selector(config, digest_pair(verifier, drafter))
         shape, rule, nodes = replace(shape, selector=selector), selector.rule, selector.num_nodes
