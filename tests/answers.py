@@ -126,7 +126,8 @@ def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) 
     """The plan of a call, and its state after the prompts."""
     usual = {"max_new_tokens": 20, "builder": "best-first" if model.drafter else "none"}
     plan, batch = planned_batch(model, prompts, capacity, **usual | settings)
-    return plan, loops.prefill(model.weights, *batch, plan=plan.shared)
+    begun = loops.init_state(*batch, plan=plan.shared, dtype=model.dtype)
+    return plan, loops.prefill_chunks(model.weights, begun, batch[1], jnp.int32(capacity), plan=plan.shared)
 
 
 def planned_batch(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:

@@ -38,6 +38,7 @@ from treeflash_jax.decoding import accepting, choosing, loops, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, round_capacity
+from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import digest_pair
@@ -105,7 +106,7 @@ def record(
             choice = sharding.place(always(plan.shape.selector, next(trees)), model.mesh, over_batch=False)
             weights = model.weights.replace(selector=choice)
             runner = Runner(plan, weights, model.mesh)
-            state = runner.call(loops.prefill, weights, *batch, plan=plan.shared)
+            state = Prefill(runner, batch).read_all()
             while (is_live_b := ~np.asarray(state.done_b)[: len(requests)]).any() or not parts:
                 columns = *runner.call(label, weights, state, plan=plan, draws=settings.draws), setting_b
                 parts.append([np.asarray(x_b)[: len(requests)][is_live_b] for x_b in columns])

@@ -101,7 +101,9 @@ def answers(pair: TreeFlash, plan: DecodePlan, *, batches: int = 1, size: int = 
     """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key; `numbers` of sampling."""
     states, rounds = [], jnp.int32(new)
     for part in range(batches):
-        state = loops.prefill(pair.weights, *asked(part, size, new, **numbers), plan=plan.shared)
+        inputs = asked(part, size, new, **numbers)
+        begun = loops.init_state(*inputs, plan=plan.shared, dtype=pair.dtype)
+        state = loops.prefill_chunks(pair.weights, begun, inputs[1], jnp.int32(len(PROMPT)), plan=plan.shared)
         states.append(loops.decode(pair.weights, state, rounds, plan=plan))
     assert all(bool(jnp.all(state.done_b)) for state in states)
     return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states

@@ -258,7 +258,7 @@ def test_equal_layers_are_traced_and_lowered_once():
     def lowered(num_layers: int) -> str:
         model = make_pair(replace(RANDOM_MODEL, num_layers=num_layers), RANDOM_DRAFTER)
         plan, batch = planned_batch(model, [PROMPT], nodes=8, **SIZES)
-        state = jax.eval_shape(partial(loops.prefill, plan=plan.shared), model.weights, *batch)
+        state = jax.eval_shape(partial(loops.init_state, plan=plan.shared, dtype=model.dtype), *batch)
         return loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
 
     few, many = lowered(3), lowered(6)

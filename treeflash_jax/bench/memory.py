@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jax.stages import Compiled
+from jax.stages import Compiled, Wrapped
 from jax.typing import DTypeLike
 
 from treeflash_jax.bench import cycles, shapes
@@ -171,15 +171,22 @@ def compile_programs(
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.shared.loaded_drafter.specs(), dtype, mesh))
     inputs = make_batch([None] * batch, sizes or SamplingSizes(), capacity=capacity, dtype=dtype)
+    inputs, count = jax.tree.map(abstract, inputs), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def compile_program(function: Wrapped, *arguments: Any, **static: Any) -> tuple[Compiled, Any]:
+        """Returns the program and its outputs, as shapes."""
+        lowered = function.lower(*arguments, **static)
+        program = programs.compile_lowered(lowered, mesh, function)
+        places = program.output_shardings
+        outputs = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, places)
+        return program, outputs
+
     with running(mesh, "weights and caches fit, but not the rest"):
         print_progress("compiling the prefill")
-        lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.shared)
-        prefill = programs.compile_lowered(lowered, mesh)
-        place = prefill.output_shardings
-        state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)
+        _, state = compile_program(loops.init_state, *inputs, plan=plan.shared, dtype=dtype)
+        prefill, state = compile_program(loops.prefill_chunks, weights, state, inputs[1], count, plan=plan.shared)
         print_progress("compiling the rounds")
-        lowered = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan)
-        return prefill, programs.compile_lowered(lowered, mesh, loops.decode)
+        return prefill, compile_program(loops.decode, weights, state, count, plan=plan)[0]
 
 
 def count_launches(text: str) -> int:

@@ -29,10 +29,10 @@ from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.accepting import Accepted, accept_path
 from treeflash_jax.decoding.rounds import Verified, build_tree, commit_path, draft_expander, verify_tree
-from treeflash_jax.decoding.state import DecodePlan, DecodeState, SharedPlan, Weights
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.call.requests import make_requests
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, round_capacity
+from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, make_batch, round_capacity
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 
 CALLS = 64  # largest number of calls in a sample
@@ -132,9 +132,8 @@ class Bench:
         sizes = SamplingSizes.fit(requests)
         inputs = make_batch(requests, sizes, capacity=self.capacity, dtype=model.dtype, mesh=model.mesh)
         with running(model.mesh, self.where):
-            plan, weights = self.plans[0], model.weights
-            self.state = self._add("prefill", loops.prefill, weights, *inputs, plan=plan.shared, units=batch * context)
-            self._add_phases(weights, self.state)
+            self.state = self._add_prefill(inputs, units=batch * context)
+            self._add_phases(model.weights, self.state)
 
     def _add_phases(self, weights: Weights, state: DecodeState) -> None:
         """Compiles phase by phase. Each phase gets the values and layouts that the previous phase's program returned."""
@@ -148,21 +147,25 @@ class Bench:
             self._add_commits(plan, verified, accepted)
             self._add_rounds("round", plan.num_nodes, state, plan)
 
-    def _add(
-        self,
-        name: str,
-        function: Wrapped,
-        *arguments: Any,
-        plan: DecodePlan | SharedPlan,
-        nodes: int | None = None,
-        units: int = 1,
-    ) -> Any:
+    def _add_prefill(self, inputs: Batch, units: int) -> DecodeState:
+        """Adds the reading of whole prompts into new caches. Returns the state after it."""
+        weights, plan = self.model.weights, self.plans[0].shared
+        start = self._compile(loops.init_state, *inputs, plan=plan, dtype=weights.dtype)
+        length_b, max_chunks = inputs[1], jnp.int32(self.context)  # reading ends after the last chunk
+        read = self._compile(loops.prefill_chunks, weights, start(*inputs), length_b, max_chunks, plan=plan)
+        return self._add_repeated("prefill", None, lambda: read(weights, start(*inputs), length_b, max_chunks), units)
+
+    def _add(self, name: str, function: Wrapped, *arguments: Any, plan: DecodePlan, nodes: int) -> Any:
         """Adds a phase whose calls all have the same arguments. Returns their output."""
         program = self._compile(function, *arguments, plan=plan)
+        return self._add_repeated(name, nodes, lambda: program(*arguments))
+
+    def _add_repeated(self, name: str, nodes: int | None, call: Callable[[], Any], units: int = 1) -> Any:
+        """Adds a phase that calls a function again and again. Returns its output."""
 
         def enqueue(calls: int) -> Any:
             for _ in range(calls):
-                out = program(*arguments)
+                out = call()
             return out
 
         self.phases.append(Phase(name, nodes, lambda calls: partial(enqueue, calls), units=units))
@@ -195,8 +198,8 @@ class Bench:
         self.phases.append(Phase(name, nodes, make_enqueue, most=ROUNDS))
         self.phases[-1].sample()
 
-    def _compile(self, function: Wrapped, *arguments: Any, plan: DecodePlan | SharedPlan) -> Any:
-        return programs.compile_lowered(function.lower(*arguments, plan=plan), self.model.mesh, function)
+    def _compile(self, function: Wrapped, *arguments: Any, **static: Any) -> Any:
+        return programs.compile_lowered(function.lower(*arguments, **static), self.model.mesh, function)
 
 
 def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]]:

@@ -7,8 +7,7 @@
   `grow_caches` makes room for longer texts.
 - `draft` returns the tree of the next round, for pictures.
 
-`make_keys` makes the random keys. `prefill` reads whole prompts in one program, for benchmarks, tests and the training of
-tree selectors.
+`make_keys` makes the random keys.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
 """
@@ -42,26 +41,6 @@ def make_keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax
         return jnp.where(sample == 0, prompt, jax.random.fold_in(prompt, sample))
 
     return jax.vmap(key)(seed_b, index_b, sample_b)
-
-
-@partial(jax.jit, static_argnames=("plan",))
-def prefill(
-    weights: Weights,
-    tokens_bs: jax.Array,
-    length_b: jax.Array,
-    sampling: Sampling,
-    first_b: jax.Array | None = None,
-    *,
-    plan: SharedPlan,
-) -> DecodeState:
-    """Prefills whole prompts in one program: `init_state`, then `prefill_chunks`.
-
-    Prompts are right-padded to the cache capacity. `generate` does not use it: it reads a few chunks at a time, so that
-    Ctrl-C can end it.
-    """
-    state = init_state(tokens_bs, length_b, sampling, processor=weights.processor, plan=plan, dtype=weights.dtype)
-    chunks = tokens_bs.shape[1] // plan.chunk_size(tokens_bs.shape[1])
-    return prefill_chunks(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
 
 
 @partial(jax.jit, static_argnames=("plan", "dtype", "can_cut"), donate_argnames=("kept",))

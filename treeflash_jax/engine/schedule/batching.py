@@ -133,7 +133,7 @@ def make_batch(
     clock: Clock | None = None,
     automaton: Automaton | None = None,
 ) -> Batch:
-    """Pads prompts and sampling settings into device arrays for `prefill`.
+    """Pads prompts and sampling settings into device arrays for `loops.init_state`.
 
     Args:
       rows: request of each row; None for an unused row, which gets a one-token prompt that finishes immediately. Unused
