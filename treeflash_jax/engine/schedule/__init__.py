@@ -1,7 +1,7 @@
 """Scheduling of requests in the slots of a batch.
 
 Scheduling never changes an answer: each equals the answer to its prompt alone. `slots` owns slot numbers, `admission`
-chooses the next requests, `batching` pads requests to arrays, `optional_automata` leaves automata out while no answer has a
-constraint, `runner` has the programs, `prefill` reads prompts, `prefixes` and `session` find caches that hold the beginning
-of a prompt, `scheduler` runs the rounds. Imported by the model, its results, the server and benchmarks.
+chooses the next requests, `batching` pads requests to arrays, `runner` has the programs, `prefill` reads prompts,
+`prefixes` and `session` find caches that hold the beginning of a prompt, `scheduler` runs the rounds. Imported by the
+model, its results, the server and benchmarks.
 """

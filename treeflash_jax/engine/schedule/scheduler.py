@@ -6,7 +6,7 @@ waiting requests is prefilled in a smaller batch and moved into their slots ("co
 Shape suffixes: b batch, a rows of a group.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ import numpy as np
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.admission import Admission, PrefillGroup
-from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity
-from treeflash_jax.engine.schedule.optional_automata import OptionalAutomata, replace_automata
+from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity, make_batch
 from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches
 from treeflash_jax.engine.schedule.prefixes import copy_prefixes
 from treeflash_jax.engine.schedule.runner import Runner
@@ -67,7 +67,7 @@ class Scheduler:
         self._capacity = capacity or 0
         self._session_caches: PrefixCaches | None = None  # caches of a session, for the first prompt
         self._group: PrefillGroup | None = None  # group whose prompts are being read
-        self._automata = OptionalAutomata(is_open)
+        self._allow_all: dict[int, Automaton] = {}  # automata that allow everything, by number of rows
 
     @property
     def is_lost(self) -> bool:
@@ -236,11 +236,11 @@ class Scheduler:
         if np.max(sharding.to_host(self.state.end_b)) + self.runner.plan.path_length > self.state.capacity:
             self._grow(2 * self.state.capacity)
         limits = jax.device_put((np.int32(max_rounds), np.int32(self.admission.enough_done)))
-
-        def decode(state: DecodeState) -> DecodeState:
-            return self.runner.call(loops.decode, self.runner.weights, state, *limits, plan=self.runner.plan)
-
-        self.state = self._automata.run_rounds(decode, self.state, self.slots.requests.values())
+        automata = self.state.sampling.automaton, self.state.automaton_b
+        needs_automata = self._needs_automata(self.slots.requests.values())
+        state = self.state if needs_automata else replace_automata(self.state)
+        state = self.runner.call(loops.decode, self.runner.weights, state, *limits, plan=self.runner.plan)
+        self.state = state if needs_automata else replace_automata(state, *automata)
 
     def _empty_state(self) -> DecodeState:
         """Returns the state of an open scheduler without requests, and begins to compile the programs of its rounds."""
@@ -258,12 +258,28 @@ class Scheduler:
             self.state = self.runner.call(loops.grow_caches, self.state, capacity=capacity)
 
     def _make_batch(self, rows: Sequence[Request | None], capacity: int) -> Batch:
-        """Pads the requests of rows into device arrays."""
-        return self._automata.make_batch(
+        """Pads the requests of rows into device arrays. Rows without constraints share automata that are on the device."""
+        needs_automata = self._needs_automata(rows)
+        batch = make_batch(
             rows,
             self.sizes,
             capacity=capacity,
             dtype=self.runner.weights.dtype,
             mesh=self.runner.mesh,
             clock=self.runner.clock,
+            automaton=None if needs_automata else self._allow_all.get(len(rows)),
         )
+        if not needs_automata and batch[2].automaton is not None:
+            self._allow_all[len(rows)] = batch[2].automaton
+        return batch
+
+    def _needs_automata(self, requests: Iterable[Request | None]) -> bool:
+        """Returns False if the automata of these requests, whose tables are large, can be left out."""
+        return not self.is_open or any(request and request.automaton for request in requests)
+
+
+def replace_automata(
+    state: DecodeState, automaton: Automaton | None = None, automaton_b: jax.Array | None = None
+) -> DecodeState:
+    """Returns the state with these automata; by default, without any."""
+    return state.replace(sampling=state.sampling.replace(automaton=automaton), automaton_b=automaton_b)
