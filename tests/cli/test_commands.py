@@ -18,13 +18,13 @@ from safetensors.numpy import load_file
 
 import treeflash_jax as tf
 from treeflash_jax.bench import check as bench_check
-from treeflash_jax.bench.bench_records import read_jsonl
 from treeflash_jax.bench.check import compare_decodings, find_divergence
 from treeflash_jax.cli import chat, commands
 from treeflash_jax.cli.chat_commands import COMMANDS, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
+from treeflash_jax.core.checks import read_jsonl
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.call.prompts import read_messages
 from treeflash_jax.engine.call.requests import Request

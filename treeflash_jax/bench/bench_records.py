@@ -12,7 +12,7 @@ import jax
 
 import treeflash_jax as tf
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import clipped, parse_json, quoted, read_json, warn
+from treeflash_jax.core.checks import clipped, quoted, read_json, read_jsonl
 
 BenchRecord = dict[str, Any]
 
@@ -34,36 +34,6 @@ def environment(model: tf.TreeFlash) -> BenchRecord:
     device, count = model.device, 1 if model.mesh is None else model.mesh.size
     hardware = {"backend": device.backend, "device": device.kind, "devices": count, "cores": os.cpu_count()}
     return {"versions": versions, "hardware": hardware}
-
-
-def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[int, BenchRecord]]:
-    """Reads the objects of a JSONL file with their line numbers.
-
-    If `start` is given, it is the text with which all lines begin. A last line that was cut off is then left out, with a
-    warning.
-
-    Raises FileNotFoundError. Raises ValueError for a file that cannot be read, or a line that is not a JSON object.
-    """
-    try:
-        lines = Path(path).read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(f"cannot read {path}: {error.strerror}") from None
-    objects = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = parse_json(line)
-        except ValueError as error:
-            if start is not None and not line.endswith(b"\n") and start.startswith(line[: len(start)]):
-                warn(f"{path}:{number}: the last line is cut off and left out")
-                break
-            raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
-        objects.append((number, value))
-    return objects
 
 
 def read_records(path: str | Path) -> list[BenchRecord]:

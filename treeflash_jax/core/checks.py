@@ -187,6 +187,36 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return raw
 
 
+def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[int, dict[str, Any]]]:
+    """Reads the objects of a JSONL file with their line numbers.
+
+    If `start` is given, it is the text with which all lines begin. A last line that was cut off is then left out, with a
+    warning.
+
+    Raises FileNotFoundError. Raises ValueError for a file that cannot be read, or a line that is not a JSON object.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"cannot read {path}: {error.strerror}") from None
+    objects = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            if start is not None and not line.endswith(b"\n") and start.startswith(line[: len(start)]):
+                warn(f"{path}:{number}: the last line is cut off and left out")
+                break
+            raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
+        objects.append((number, value))
+    return objects
+
+
 # Names of settings in transformers, vLLM, OpenAI's API and llama.cpp, with our names for each. The first known one counts.
 ALIASES = {
     "max_new_tokens": "max_tokens max_length max_completion_tokens max_output_tokens n_predict num_tokens new_tokens",
