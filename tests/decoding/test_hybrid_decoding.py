@@ -245,7 +245,7 @@ def test_memory_of_a_session_is_that_of_whole_caches(float64, monkeypatch):
         caches.append(needed.verifier_cache)
         raise MemoryError
 
-    monkeypatch.setattr("treeflash_jax.engine.model.check_memory", refuse)
+    monkeypatch.setattr("treeflash_jax.engine.model.refuse_if_too_large", refuse)
     for session in (None, tf.Session()):
         with pytest.raises(MemoryError):
             list(pair.stream([3] * 300, session=session, builder="none", max_new_tokens=1))

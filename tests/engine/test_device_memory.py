@@ -14,7 +14,7 @@ import treeflash_jax as tf
 from treeflash_jax.core import programs
 from treeflash_jax.engine import device_memory, loading
 from treeflash_jax.engine import model as engine
-from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, usable_memory
+from treeflash_jax.engine.device_memory import Footprint, footprint, refuse_if_too_large, usable_memory
 from treeflash_jax.engine.schedule import batching
 from treeflash_jax.formats import model_files
 
@@ -70,8 +70,8 @@ def test_a_mesh_shares_what_one_device_cannot_hold(no_compute, monkeypatch):
     request = {"dtype": jnp.float32, "batch": 4, "capacity": 256}
     mesh, alone = tf.make_mesh(4, 2), footprint(RANDOM_MODEL, RANDOM_DRAFTER, **request)
     shared = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=mesh, **request)
-    check_memory(shared, alone.total - 1, mesh)
-    refused(lambda: check_memory(shared, shared.total - 1, mesh), "(mesh 4 x 2)")
+    refuse_if_too_large(shared, alone.total - 1, mesh)
+    refused(lambda: refuse_if_too_large(shared, shared.total - 1, mesh), "(mesh 4 x 2)")
     asked = []
     monkeypatch.setattr(batching, "ROOM", 100)
     monkeypatch.setattr(engine, "usable_memory", lambda mesh: asked.append(mesh) or shared.total)
@@ -94,7 +94,7 @@ def test_limits_of_devices_that_say_and_of_kinds_that_are_known():
     for kind, size in (("TPU v4", 32), ("TPU v5 lite", 16), ("TPU v5", 95), ("TPU v6 lite", 32)):
         assert limit(device(kind, error=silent)) == size * gib and limit(device(kind, 3 * gib)) == 3 * gib
     assert limit(device("cpu")) is None
-    check_memory(Footprint(verifier=10**18), None)
+    refuse_if_too_large(Footprint(verifier=10**18), None)
     assert [device_memory.in_units(size) for size in (3 * gib // 2, gib // 2, 5 * 2**20, 1000)] == [
         "1.50 GiB", "0.50 GiB", "5.00 MiB", "0.98 KiB",
     ]  # fmt: skip

@@ -144,9 +144,9 @@ def test_tables_can_stay_wide(tmp_path):
 @pytest.mark.parametrize("form", ["awq", "gguf"])
 def test_footprints_are_those_of_the_files(form, tmp_path, monkeypatch):
     """Before weights are read and for every request; a GGUF file of Q8_0 keeps 8 bits."""
-    needs, check = [], device_memory.check_memory
+    needs, check = [], device_memory.refuse_if_too_large
     for module in (loading, engine):
-        monkeypatch.setattr(module, "check_memory", lambda found, *others: needs.append(found) or check(found, *others))
+        monkeypatch.setattr(module, "refuse_if_too_large", lambda found, *more: needs.append(found) or check(found, *more))
     folder = place(form, tmp_path)
     model = tf.load(verifier=folder, drafter=folder, quantize="int4")
     model.prepare([[1, 2]], max_new_tokens=4)

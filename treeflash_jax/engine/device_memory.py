@@ -137,7 +137,7 @@ def usable_memory(mesh: Mesh | None = None) -> int | None:
     return min(filter(None, limits), default=sharding.device(mesh).memory)
 
 
-def check_memory(needs: Footprint, limit: int | None, mesh: Mesh | None = None) -> None:
+def refuse_if_too_large(needs: Footprint, limit: int | None, mesh: Mesh | None = None) -> None:
     """Raises ValueError if weights and caches exceed `limit` bytes; None disables the check."""
     if limit is None or needs.total <= limit:
         return

@@ -16,7 +16,7 @@ from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import field_names, option_values
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Drafter
-from treeflash_jax.engine.device_memory import check_memory, count_bytes, footprint, usable_memory
+from treeflash_jax.engine.device_memory import count_bytes, footprint, refuse_if_too_large, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.defaults import (
@@ -134,7 +134,7 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: jnp.dtype, mesh: Mesh | None
         drafter_specs |= model_files.find_specs(pair.drafter, "drafter", dtype=dtype, mesh=mesh, quantize=schemes[1])
     weight_bytes = tuple(count_bytes(specs, dtype, mesh) for specs in (verifier_specs, drafter_specs))
     needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, weight_bytes=weight_bytes)
-    check_memory(needs, usable_memory(mesh), mesh)
+    refuse_if_too_large(needs, usable_memory(mesh), mesh)
     return TreeFlash(
         config,
         _read_weights(pair, dtype, mesh, schemes),

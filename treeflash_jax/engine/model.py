@@ -20,7 +20,7 @@ from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.answers.results import Chunk, Result, Results, Score, warn_of_low_tau, with_totals
 from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.call.requests import Request, make_requests, take_recommended
-from treeflash_jax.engine.device_memory import check_memory, device_bytes, footprint, usable_memory
+from treeflash_jax.engine.device_memory import device_bytes, footprint, refuse_if_too_large, usable_memory
 from treeflash_jax.engine.prepared_call import PreparedCall
 from treeflash_jax.engine.schedule.batching import choose_batch_size, largest_caches
 from treeflash_jax.engine.schedule.session import Session
@@ -268,7 +268,7 @@ class TreeFlash:
         """Raises ValueError if weights and caches do not fit on the devices; `footprint` describes the arguments."""
         sizes = {"batch": batch, "capacity": capacity, "drafts": drafts, "can_cut": can_cut, "dtype": self.dtype}
         needs = footprint(self.verifier, self.drafter, mesh=self.mesh, weight_bytes=self._weight_bytes, **sizes)
-        check_memory(needs, usable_memory(self.mesh), self.mesh)
+        refuse_if_too_large(needs, usable_memory(self.mesh), self.mesh)
 
     @cached_property
     def _weight_bytes(self) -> tuple[int, int]:
