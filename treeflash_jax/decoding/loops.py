@@ -123,7 +123,7 @@ def prefill_chunks(
 
 def _run_chunks(
     weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: SharedPlan
-) -> tuple[Any, Any, tuple[jax.Array, jax.Array], LogProbs | None]:
+) -> tuple[caches.Cache, State | None, tuple[jax.Array, jax.Array], LogProbs | None]:
     """Reads some chunks.
 
     Returns the verifier's cache, the drafter's state, the hidden state [b, d] and features [b, j] of the last prompt
@@ -174,12 +174,12 @@ def _run_chunks(
 
 def _extend_drafter(
     weights: Weights,
-    drafter: State | None,
+    drafter: State,
     plan: SharedPlan,
     features_btj: jax.Array | None,
     tokens_bt: jax.Array,
     count_b: jax.Array,
-) -> Any:
+) -> State:
     """Returns the drafter's state after the positions of a pass; see `Drafter.extend`."""
     return plan.loaded_drafter.extend(
         weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.prefill_attention

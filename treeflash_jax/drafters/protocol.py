@@ -77,7 +77,7 @@ class Inputs:
 
     params: Params
     verifier_params: Params
-    state: Any
+    state: State
     anchor_b: jax.Array
     temperature_b: jax.Array
     depths: int
@@ -160,8 +160,8 @@ class Drafter(ABC):
         self,
         params: Params,
         verifier_params: Params,
-        state: Any,
-        features_btj: jax.Array,
+        state: State,
+        features_btj: jax.Array | None,
         tokens_bt: jax.Array,
         count_b: jax.Array,
         *,

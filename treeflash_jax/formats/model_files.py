@@ -72,7 +72,7 @@ def load_verifier(
 
 def load_drafter(
     path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, quantize: str | None = None
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Drafter, Params]:
     """Reads a drafter in any dialect: its config and its weights.
 
     Arguments and exceptions are as in `load_verifier`; `quantize` is for drafters that keep weights.
