@@ -104,16 +104,32 @@ def recipe() -> str:
 
 
 @shown
+def recipe_whole() -> str:
+    """Formats the time of every stage of `train.pair`."""
+    whole = read("recipe_smollm2.json")["whole"]
+    return section("stage | minutes", list(whole["minutes"].items()), f"{whole['note']}:", whole["commands"])
+
+
+@shown
+def recipe_short() -> str:
+    """Formats short runs of the recipe of `train.pair`, each with one change."""
+    runs, rows = read("recipe_smollm2.json")["short"], []
+    for row in runs["rows"]:
+        measured = f"{row['tau_estimate']:.2f}", f"{row['tau_marginal_8']:.2f}", f"{row['tau_8']:.2f}"
+        rows.append([row["name"], row["steps"], row["cpu_seconds"], row["loss"] and f"{row['loss']:.2f}", *measured])
+    header = "run | steps | CPU seconds | held-out loss | estimated tau | tau without head | tau"
+    return section(header, rows, f"{runs['note']}:", runs["commands"])
+
+
+@shown
 def recipe_speed() -> str:
-    """Formats the speed of the recipe's drafter over one-token decoding."""
+    """Formats the speed of the drafter of `train.pair` over one-token decoding."""
     rows = []
-    for entry in sorted(
-        read("recipe_smollm2.json")["speed"], key=lambda entry: (entry["set"], entry["system"] == "joined-8")
-    ):
+    for entry in read("recipe_smollm2.json")["speed"]:
         way = "with n-grams" if entry["system"].startswith("joined") else "alone"
         equal = f"{entry['identical']} of {entry['compared']}"
-        rows.append([entry["set"], way, f"{entry['tau']:.2f}", interval(entry["speedup"]), equal])
-    return table("prompts | drafter | tau | speedup | identical answers", rows)
+        rows.append([entry["cpu"], entry["set"], way, f"{entry['tau']:.2f}", interval(entry["speedup"]), equal])
+    return table("CPU | prompts | drafter | tau | speedup | identical answers", rows)
 
 
 @shown
