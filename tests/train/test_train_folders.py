@@ -40,8 +40,8 @@ def fetched(folder, target):
 def untrained(monkeypatch):
     """Runs end before their first step: a checkpoint holds the head that they began with."""
 
-    def fit(stage, *, params, config, **_):
-        claim(files.absolute(config.run), config)
+    def fit(stage, *, params, settings, **_):
+        claim(files.absolute(settings.run), settings)
         return params
 
     monkeypatch.setattr(loop, "fit", fit)

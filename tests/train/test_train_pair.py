@@ -154,7 +154,7 @@ def test_some_prompts_are_held_out_and_others_are_not(numbers, hold_out):
 
 @pytest.mark.parametrize(("words", "sequences", "steps"), [
     ((), 50, 200),
-    ((), 400, 600),
+    ((), 400, 1600),
     (("passes=4",), 50, 50),
     (("steps=70",), 50, 70),
     (("passes=3.5",), 50, None),
