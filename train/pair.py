@@ -1,4 +1,4 @@
-"""Trains a drafter for your own model in one command: answers, training, export, and a measurement.
+"""Makes a drafter for your own model in one command: answers, training, export, and a measurement.
 
     python -m train.pair verifier=smollm2 prompts=configs/prompts.jsonl out=runs/pair
 

@@ -5,7 +5,6 @@ side of every coin (acceptance_cases.py).
 """
 
 from functools import cache, partial
-from types import SimpleNamespace
 
 import acceptance_cases as cases
 import acceptance_oracle as oracle
@@ -368,10 +367,9 @@ def test_lossy_combinations_are_refused_with_the_reason():
             refused(partial(check_lossless, rule, "deterministic"), "lossless here: sample-and-match")
 
 
-def test_a_distribution_that_no_rule_names_has_no_default_rule(monkeypatch):
+def test_the_default_rule_follows_from_the_distribution():
+    assert [default_rule(name) for name in ("deterministic", "one path")] == ["sample-and-match", "block"]
     refused(partial(default_rule, "pairs"), "got a tree of distribution 'pairs'", "an acceptance rule")
-    monkeypatch.setitem(RULES, "of pairs", SimpleNamespace(distributions=("pairs",)))
-    assert default_rule("pairs") == "of pairs"
 
 
 @jax.jit
