@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from train.runtime import hosts, training_state
+from train.stages import choices
 from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
 from treeflash_jax.bench import memory, shapes
@@ -25,7 +26,6 @@ from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.settings import add_options
 from treeflash_jax.engine.device_memory import in_units, usable_memory
-from treeflash_jax.engine.settings.defaults import choose_training_attention
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def compile_step(settings: DraftingStage, shape: str, devices: Sequence[jax.Devi
         "batch": settings.loop.batch,
         "accumulate": accumulate,
         "sequence_length": settings.data.sequence_length,
-        "attention": choose_training_attention(sharding.device(mesh), settings.attention),
+        "attention": choices.attention(sharding.device(mesh), settings.attention),
         "bytes_per_device": {
             "state_and_weights": held,
             "temporary": needs.temp_size_in_bytes,

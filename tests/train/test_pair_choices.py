@@ -1,4 +1,4 @@
-"""What `train.pair` chooses by rule, mask token and layers, and backbones that are refused."""
+"""What training chooses by rule, mask token, layers and attention, and backbones that are refused."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from refusals import refused
 from train import drafter
 from train.runtime import loop, run_config
 from train.stages import choices
+from treeflash_jax.core.devices import Device
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
@@ -91,3 +92,14 @@ def test_backbones_that_cannot_learn_are_refused(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(choices, "mask_token", lambda *_: 9)  # if all occur, the rarest serves
     monkeypatch.setattr(loop, "fit", Mock(side_effect=ValueError("training begins")))
     refused(partial(drafter.main, backbone(toy, tmp_path, "mask_token_id=9")), "training begins")
+
+
+def test_training_attends_with_the_kernel_of_the_device():
+    choose = choices.attention
+    kinds = {("tpu", "TPU v5 lite"): "splash", ("gpu", "NVIDIA H200"): "cudnn", ("gpu", "Tesla T4"): "chunked"}
+    kinds |= {("gpu", "AMD Instinct MI300X"): "chunked", ("cpu", "cpu"): "chunked"}
+    assert {kind: choose(Device(*kind)) for kind in kinds} == kinds
+    assert choose(Device("cpu"), "splash") == "splash" and choose(Device("tpu"), "chunked") == "chunked"
+    for backend, name in (("tpu", "cudnn"), ("gpu", "splash"), ("cpu", "cudnn")):
+        words = f"got attention '{name}' on a {backend}, expected 'auto' or 'chunked'"
+        refused(partial(choose, Device(backend, "NVIDIA H200"), name), words)

@@ -22,6 +22,7 @@ from train.drafter import DrafterStage
 from train.evaluate import EvaluateConfig
 from train.export import ExportConfig
 from train.measure import MeasureConfig
+from train.pairing.training_defaults import ACCELERATOR, CPU, TrainingDefaults
 from train.respond import RespondConfig, encode_question
 from train.runtime import run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
@@ -30,7 +31,7 @@ from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import warn
 from treeflash_jax.core.settings import setting
-from treeflash_jax.engine.settings.defaults import ACCELERATOR, PLAIN_CPU, DeviceDefaults, choose_dtype, of_device
+from treeflash_jax.engine.settings.defaults import choose_dtype
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ class PairConfig:
     block_size: int | None = setting(
         None,
         "tokens of a block, anchor included",
-        unset=f"{PLAIN_CPU.training_block} on a CPU, otherwise {ACCELERATOR.training_block}, as published",
+        unset=f"{CPU.block} on a CPU, otherwise {ACCELERATOR.block}, as published",
         least=2,
         most=MAX_NODES,
     )
@@ -82,8 +83,8 @@ class PairConfig:
     steps: int = setting(0, "training steps of backbone and head", least=0)
     passes: float = setting(
         0.0,
-        f"passes over the answers, in place of `steps`. Without either: {PLAIN_CPU.training_passes:g} passes on a CPU, "
-        f"otherwise {ACCELERATOR.training_passes:g}, and at least {USUAL_STEPS} steps",
+        f"passes over the answers, in place of `steps`. Without either: {CPU.passes:g} passes on a CPU, "
+        f"otherwise {ACCELERATOR.passes:g}, and at least {USUAL_STEPS} steps",
         least=0,
     )
     anyway: bool = setting(False, f"trains for fewer than {LEAST_STEPS} steps, too")
@@ -151,12 +152,12 @@ class Composer:
         return Tokenizer.load(locate(self.settings.verifier, "verifier"))
 
     @cached_property
-    def defaults(self) -> DeviceDefaults:
-        return of_device(sharding.device(), choose_dtype(sharding.device()))
+    def defaults(self) -> TrainingDefaults:
+        return CPU if sharding.device().is_cpu else ACCELERATOR
 
     @property
     def block_size(self) -> int:
-        return self.settings.block_size or self.defaults.training_block
+        return self.settings.block_size or self.defaults.block
 
     def check_settings(self) -> None:
         """Composes all stages without answers, so that a wrong setting raises at once."""
@@ -171,7 +172,7 @@ class Composer:
 
     def ask(self) -> AskConfig:
         settings, out = self.settings, str(self.settings.path("questions.jsonl"))
-        batch, count = self.defaults.training_slots, max(1, self.num_questions)
+        batch, count = self.defaults.slots, max(1, self.num_questions)
         made = AskConfig(verifier=settings.verifier, out=out, count=count, batch=batch, seed=settings.seed)
         return run_config.replaced(made, settings.ask)
 
@@ -197,9 +198,9 @@ class Composer:
             verifier=settings.verifier,
             sources=tuple(sources),
             out=str(settings.path("responses.jsonl")),
-            max_new_tokens=min(self.defaults.training_tokens, context - longest),
+            max_new_tokens=min(self.defaults.tokens, context - longest),
             max_prompt_tokens=longest,
-            batch=min(self.defaults.training_slots, len(prompts) + self.num_questions),
+            batch=min(self.defaults.slots, len(prompts) + self.num_questions),
             seed=settings.seed,
             mesh=MeshConfig(data=settings.mesh.data * settings.mesh.fsdp, model=settings.mesh.model),
         )
@@ -213,7 +214,7 @@ class Composer:
     def drafter(self) -> DrafterStage:
         """Composes the training of backbone and head together."""
         settings, model, answers, defaults = self.settings, self.model, self.answers, self.defaults
-        passes, least = settings.passes or defaults.training_passes, 1 if settings.passes else USUAL_STEPS
+        passes, least = settings.passes or defaults.passes, 1 if settings.passes else USUAL_STEPS
         steps = max(least, math.ceil(passes * answers.num_sequences / self._batch_size()))
         num_layers = settings.num_layers or choices.drafter_layers(model.num_layers)
         mask_token_id = settings.mask_token_id
@@ -221,7 +222,7 @@ class Composer:
             counts_v = answers.token_counts(model.vocab_size)
             mask_token_id = choices.mask_token(self.tokenizer, counts_v, model.eos_token_ids)
         steps = settings.steps or steps
-        optimizer, rate = defaults.training_optimizer
+        optimizer, rate = defaults.optimizer
         hold_out, data = _hold_out(range(answers.num_documents)), self._data()
         made = DrafterStage(
             run=str(settings.path("drafter")),
@@ -257,8 +258,8 @@ class Composer:
         return stage
 
     def _objective(self, sequence_length: int) -> ObjectiveConfig:
-        anchors = CHUNK * max(1, sequence_length // (self.defaults.training_anchors * CHUNK))
-        sample = self.defaults.training_vocabulary * sequence_length
+        anchors = CHUNK * max(1, sequence_length // (self.defaults.anchors * CHUNK))
+        sample = self.defaults.vocabulary * sequence_length
         return ObjectiveConfig(
             loss="forward-kl",
             decay=4.0 if self.block_size <= 8 else 7.0,
@@ -291,14 +292,14 @@ class Composer:
         return DataConfig(
             sequence_length=min(self.model.max_positions, max(256, whole)),
             thinking=responded.thinking,
-            record=str(self.settings.path("recorded")) if self.defaults.records_training else "",
+            record=str(self.settings.path("recorded")) if self.defaults.records else "",
         )
 
     def _batch_size(self) -> int:
-        """Returns the smallest batch of at least `training_batch` sequences that all devices share equally."""
+        """Returns the smallest batch of at least `defaults.batch` sequences that all devices share equally."""
         mesh = self.settings.mesh
         num_devices = mesh.data * mesh.fsdp or jax.device_count() // mesh.model
-        return math.ceil(self.defaults.training_batch / num_devices) * num_devices
+        return math.ceil(self.defaults.batch / num_devices) * num_devices
 
 
 def _hold_out(numbers: Sequence[int]) -> int:

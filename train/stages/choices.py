@@ -1,7 +1,8 @@
-"""Rules for the sizes of a new block drafter."""
+"""Rules for the sizes of a new block drafter, and for the attention of training."""
 
 import numpy as np
 
+from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.block.block_drafter import default_target_layers, fresh_layers
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import layers
@@ -53,3 +54,15 @@ def initial_layers(model: ModelConfig, count: int) -> tuple[int, ...]:
 def has_drafter_layers(model: ModelConfig) -> bool:
     """Returns whether the verifier's layers have the same weights as a drafter's layers."""
     return not model.num_experts and layers.layer_specs(fresh_layers(model, 1)) == layers.layer_specs(model)
+
+
+def attention(device: Device, requested: str = "auto") -> str:
+    """Returns the requested attention implementation for packed sequences; for "auto", the device's kernel.
+
+    cuDNN's kernel needs an Ampere GPU or newer. Names of older data-centre GPUs do not start with NVIDIA ("Tesla T4").
+    CPUs can run "splash" in the interpreter. Raises ValueError for a kernel of another device.
+    """
+    kernel = {"tpu": "splash", "gpu": "cudnn" if device.kind.startswith("NVIDIA") else None}.get(device.backend)
+    if requested not in ("auto", "chunked", "splash" if device.is_cpu else kernel):
+        raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'auto' or 'chunked'")
+    return (kernel or "chunked") if requested == "auto" else requested

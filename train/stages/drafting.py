@@ -36,6 +36,7 @@ from train.runtime.checkpoint import check_inputs
 from train.runtime.flops import step_flops
 from train.runtime.frozen_inputs import FrozenInputs
 from train.runtime.training_state import SumsFunction, TrainTask, abstract_batch, place
+from train.stages import choices
 from train.stages.teacher import record
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.checks import expect
@@ -45,7 +46,6 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.settings.defaults import choose_training_attention
 from treeflash_jax.engine.settings.pairs import HUB_IDS, locate
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES
@@ -234,7 +234,7 @@ def make_task(
     Args:
       weights: weights of the verifier, with the layout of its quantised files; None: the layout that `quantize` makes.
     """
-    settings = replace(settings, attention=choose_training_attention(sharding.device(mesh), settings.attention))
+    settings = replace(settings, attention=choices.attention(sharding.device(mesh), settings.attention))
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}
     if weights is None:
@@ -273,7 +273,7 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     _, weights = model_files.load_verifier(folder, dtype=dtype, mesh=mesh, quantize=settings.scheme, wide_tables=True)
     task = make_task(settings, model, drafter, mesh, weights)
     if settings.data.record:
-        attention = choose_training_attention(sharding.device(mesh), settings.attention)
+        attention = choices.attention(sharding.device(mesh), settings.attention)
         corpus = record(
             corpus,
             settings.data.record,

@@ -1,8 +1,8 @@
 """Defaults that depend on the device: a table per kind of device, and rules that a table cannot hold.
 
-Other defaults are constants of `GenerateConfig`, of a drafter, or of `train`'s settings. Defaults of drafting depend on the
-number of nodes, given or default. Times of SmolLM2-135M below are at batch 1 on two cores with avx512_bf16. The tables of
-measurements are in notebooks/results.
+Other defaults are constants of `GenerateConfig` or of a drafter. Defaults of drafting depend on the number of nodes, given
+or default. Times of SmolLM2-135M below are at batch 1 on two cores with avx512_bf16. The tables of measurements are in
+notebooks/results.
 """
 
 import math
@@ -41,15 +41,6 @@ class DeviceDefaults:
       nodes: largest default number of tree nodes; a block is then no longer than the tree.
       candidates: most likely tokens per depth of a block drafter.
       depths, lanes: sizes of trees of up to `nodes` nodes, for drafters whose network runs once per level.
-      training_slots: number of answers to training prompts that are decoded together.
-      training_block: block size of a new drafter.
-      training_tokens: largest number of tokens of an answer that a new drafter is trained on.
-      training_anchors: number of tokens of a sequence per anchor.
-      training_vocabulary: number of vocabulary tokens per token of a sequence that a backbone is trained on; 0: all.
-      training_batch: least number of sequences of a training step.
-      training_passes: number of passes over the answers.
-      training_optimizer: optimiser of a backbone and its learning rate.
-      records_training: whether training records the verifier's outputs once, and reads them in every pass.
     """
 
     slots: int
@@ -62,15 +53,6 @@ class DeviceDefaults:
     candidates: int | None
     depths: int | None
     lanes: int | None
-    training_slots: int
-    training_block: int
-    training_tokens: int
-    training_anchors: int
-    training_vocabulary: int
-    training_batch: int
-    training_passes: float
-    training_optimizer: tuple[str, float]
-    records_training: bool
 
 
 # CPUs without matrix instructions for products: every further token makes a pass longer.
@@ -90,17 +72,6 @@ PLAIN_CPU = DeviceDefaults(
     candidates=8,  # 16 add 3 ms to a round of 8 nodes and nothing to tau
     depths=4,  # with two lanes 3 to 5 % faster than the drafters' own
     lanes=2,
-    # SmolLM2 writes 265 tokens per CPU second (Zen 5, bfloat16) with 32 answers together, 234 with 16, and 225 with 64.
-    training_slots=32,
-    # Settings of training: notebooks/results/recipe_smollm2.md.
-    training_block=5,  # as good as 8 in less time
-    training_tokens=256,
-    training_anchors=16,  # in equal time, half as many per sequence as 8 and more steps have a higher tau
-    training_vocabulary=4,  # a sample saves most of a step's time
-    training_batch=4,
-    training_passes=16,  # an hour for 1,000 answers of SmolLM2 on two cores with AVX2
-    training_optimizer=("adamw", 1e-3),  # an update by Muon takes longer than the gradient of four sequences
-    records_training=True,
 )
 MATRIX_CPU = replace(PLAIN_CPU, slots=8, nodes=None, candidates=None, depths=None, lanes=None)
 ACCELERATOR = DeviceDefaults(
@@ -115,15 +86,6 @@ ACCELERATOR = DeviceDefaults(
     candidates=None,
     depths=None,
     lanes=None,
-    training_slots=64,
-    training_block=16,  # as published
-    training_tokens=1024,
-    training_anchors=8,
-    training_vocabulary=0,  # a sample was never compared
-    training_batch=8,
-    training_passes=6,  # as for the published backbones
-    training_optimizer=("muon", 6e-3),
-    records_training=False,  # its disk was never timed against a pass
 )
 
 
@@ -277,15 +239,3 @@ def keeps_groups(device: Device, dtype: DTypeLike, tokens: int, fits: bool) -> b
     if device.is_cpu:
         return False
     return device.backend == "tpu" or 1 / 2 + 2 * 4 * tokens / SCALE_BLOCK < jnp.dtype(dtype).itemsize
-
-
-def choose_training_attention(device: Device, requested: str = "auto") -> str:
-    """Returns the requested attention implementation for packed sequences; for "auto", the device's kernel.
-
-    cuDNN's kernel needs an Ampere GPU or newer. Names of older data-centre GPUs do not start with NVIDIA ("Tesla T4").
-    CPUs can run "splash" in the interpreter. Raises ValueError for a kernel of another device.
-    """
-    kernel = {"tpu": "splash", "gpu": "cudnn" if device.kind.startswith("NVIDIA") else None}.get(device.backend)
-    if requested not in ("auto", "chunked", "splash" if device.is_cpu else kernel):
-        raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'auto' or 'chunked'")
-    return (kernel or "chunked") if requested == "auto" else requested
