@@ -154,10 +154,11 @@ def read(tree, proposal, b: int, vocabulary: int):
     return prefixes, read, names
 
 
-def target_distribution(logits_bnv, temperature=1.0, top_p=1.0) -> TargetDistribution:
-    batch = logits_bnv.shape[0]
-    full = partial(jnp.full, (batch,), dtype=jnp.promote_types(logits_bnv.dtype, jnp.float32))
-    return acceptance.target_distribution(logits_bnv, full(temperature), jnp.zeros(batch, jnp.int32), full(top_p))
+def target_distribution(logits_bnv, temperature=1.0, top_p=1.0, top_k=0) -> TargetDistribution:
+    """The verifier's distribution under settings that are given for the batch, or for each sequence."""
+    wide, shape = jnp.promote_types(logits_bnv.dtype, jnp.float32), logits_bnv.shape[:1]
+    settings = jnp.asarray(temperature, wide), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, wide)
+    return acceptance.target_distribution(logits_bnv, *(jnp.broadcast_to(value, shape) for value in settings))
 
 
 def node_logits(p: oracle.Distribution, prefixes: list[oracle.Prefix], nodes: int) -> np.ndarray:

@@ -326,8 +326,7 @@ def test_later_siblings_of_a_confident_drafter(rule, spare):
 @jax.jit
 def read_target(logits_bnv, temperature_b, top_k_b, top_p_b, node_b, token_bc, mass_bc):
     """Log-probabilities of all tokens at the first nodes, and the residual at others after tokens of these masses."""
-    full = partial(jnp.broadcast_to, shape=logits_bnv.shape[:1])
-    target = acceptance.target_distribution(logits_bnv, full(temperature_b), full(top_k_b), full(top_p_b))
+    target = cases.target_distribution(logits_bnv, temperature_b, top_p_b, top_k_b)
     log_p = target.gather(jnp.broadcast_to(jnp.arange(logits_bnv.shape[-1]), logits_bnv.shape))
     return log_p[:, 0], target.residual(node_b, token_bc, mass_bc)
 
@@ -344,7 +343,6 @@ def test_probabilities_at_low_temperature(temperature):
 
 
 def test_a_node_with_nothing_left_is_the_verifiers_distribution():
-
     def residual(logits_v, tokens: list[int]) -> np.ndarray:
         logits = np.broadcast_to(np.asarray(logits_v, np.float32), (1, 2, len(logits_v)))
         nothing = np.zeros((1, len(tokens)), np.float32)
@@ -374,8 +372,7 @@ def test_the_default_rule_follows_from_the_distribution():
 
 @jax.jit
 def sample_target(logits_bnv, temperature, top_k, top_p, noise_bnv):
-    full = partial(jnp.full, logits_bnv.shape[:1])
-    return acceptance.target_distribution(logits_bnv, full(temperature), full(top_k), full(top_p)).sample(noise_bnv)
+    return cases.target_distribution(logits_bnv, temperature, top_p, top_k).sample(noise_bnv)
 
 
 @pytest.mark.parametrize("top_k, top_p", [(1, 1.0), (0, 1e-6), (2, 0.3)])
