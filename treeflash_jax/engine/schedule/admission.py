@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from jax.sharding import Mesh
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from treeflash_jax.core import sharding
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import refill_size
-from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches
+from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.slots import Slots
 
 
@@ -21,13 +21,11 @@ class PrefillGroup:
     Attributes:
       requests: request of each slot that is reserved for the group.
       rows: slot of each row of the prefill. A row is unused if its slot is None, or is not in `requests`.
-      num_reused: number of prompt tokens of each row that are reused from caches.
-      prefill: the reading of the prompts.
+      prefill: the reading of the prompts; None until it has begun, because the group must own its slots if that fails.
     """
 
     requests: dict[int, Request]
     rows: list[int | None]
-    num_reused: list[int] = field(default_factory=list)
     prefill: Prefill | None = None
 
     @property
@@ -37,10 +35,6 @@ class PrefillGroup:
 
     def row_requests(self) -> list[Request | None]:
         return [self.requests.get(slot) for slot in self.rows]
-
-    def set_prefill(self, prefill: Prefill, prefixes: PrefixCaches | None) -> None:
-        self.prefill = prefill
-        self.num_reused = [0] * len(self.rows) if prefixes is None else prefixes.count_b.tolist()
 
 
 class Admission:

@@ -48,6 +48,7 @@ class Prefill:
       scores: whether to record the log-probabilities of the prompts' tokens.
 
     Attributes:
+      num_reused_b: number of prompt tokens of each sequence that are reused from caches.
       state: state after the chunks read so far; complete with the first tokens after the last one.
     """
 
@@ -65,12 +66,13 @@ class Prefill:
         self._runner, self._first_b, self._plan = runner, first_b, replace(runner.plan.shared, scores_prompts=scores)
         length_b = sharding.to_host(self._length_b)
         kept = kept_b = None
-        unread = self._longest = int(np.max(length_b))
+        self.num_reused_b = np.zeros_like(length_b)
         if prefixes is not None:
-            unread = int(np.max(length_b - prefixes.count_b))
+            self.num_reused_b = prefixes.count_b
             kept = prefixes.cache, prefixes.drafter
             kept_b = sharding.place(jax.device_put(prefixes.count_b.astype(np.int32)), runner.mesh)
-        self._position = self._longest - unread
+        self._longest = int(np.max(length_b))
+        self._position = self._longest - int(np.max(length_b - self.num_reused_b))
         self._chunk = self._plan.chunk_size(tokens_bs.shape[1])
         start = partial(
             runner.call,

@@ -203,7 +203,7 @@ class Scheduler:
         self._group = group = self.admission.make_group([None] * count, has_row_per_slot=True)
         batch = self._make_batch(group.row_requests(), self._capacity)
         will_decode = any(request.settings.max_new_tokens for request in group.requests.values())
-        group.set_prefill(Prefill(self.runner, batch, prefixes, will_decode=will_decode, scores=group.scores), prefixes)
+        group.prefill = Prefill(self.runner, batch, prefixes, will_decode=will_decode, scores=group.scores)
 
     def _refill(self) -> None:
         """Begins a group for free slots of a running batch."""
@@ -216,7 +216,7 @@ class Scheduler:
             )
         self._group = group = self.admission.make_group(preferred)
         batch = self._make_batch(group.row_requests(), self.state.capacity)
-        group.set_prefill(Prefill(self.runner, batch, prefixes, scores=group.scores), prefixes)
+        group.prefill = Prefill(self.runner, batch, prefixes, scores=group.scores)
 
     def _admit(self, group: PrefillGroup) -> None:
         """Moves the sequences of a group into its slots. Without a running batch, they become the batch."""
@@ -229,7 +229,7 @@ class Scheduler:
         for row, slot in enumerate(group.rows):
             if slot in group.requests:
                 self.slots.hold(slot, group.requests[slot])
-                self.num_reused[slot] = group.num_reused[row]
+                self.num_reused[slot] = group.prefill.num_reused_b[row]
 
     def _run_rounds(self, max_rounds: int) -> None:
         """Runs rounds until enough sequences are done. First doubles caches that have no room for a round."""
