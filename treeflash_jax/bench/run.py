@@ -172,7 +172,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     shared = {key: value for key, value in option_values(arguments, GenerateConfig).items() if key not in listed}
     systems: dict[str, System] = {}
     for label, drafter in labels.items():
-        model = load_model(arguments, verifier=verifier, drafter=drafter)
+        model = load_model(**option_values(arguments, ModelOptions) | {"verifier": verifier, "drafter": drafter})
         for other in systems.values():  # all share one copy of the verifier
             model.weights = model.weights.replace(verifier=other.model.weights.verifier)
         missing = known - {*model.drafter.settings}

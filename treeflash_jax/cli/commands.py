@@ -41,6 +41,7 @@ from treeflash_jax.engine.loading import load_model
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.formats import dialects, gguf_reader, model_files
 from treeflash_jax.serve.options import ServeOptions
 
@@ -145,7 +146,7 @@ PRINTED += ["log_probs", "top_log_probs", "expected_lengths"]  # printed for ans
 
 def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
-    model = load_model(arguments)
+    model = load_model(**option_values(arguments, ModelOptions))
     if arguments.json:
         results = model.generate(prompts, **settings)
         for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
@@ -200,7 +201,8 @@ def _print_note(text: str) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    converse(load_model(arguments), Console(), arguments.system, **option_values(arguments, GenerateConfig))
+    model = load_model(**option_values(arguments, ModelOptions))
+    converse(model, Console(), arguments.system, **option_values(arguments, GenerateConfig))
     return 0
 
 
@@ -210,12 +212,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"got no package {error.name}, expected those of `pip install '.[serve]'` in a clone") from None
     options = ServeOptions(**option_values(arguments, ServeOptions))
-    return serve(load_model(arguments), GenerateConfig(**option_values(arguments, GenerateConfig)), options)
+    model = load_model(**option_values(arguments, ModelOptions))
+    return serve(model, GenerateConfig(**option_values(arguments, GenerateConfig)), options)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
-    model = load_model(arguments)
+    model = load_model(**option_values(arguments, ModelOptions))
     comparisons = compare_decodings(model, prompts, **settings)
     verdicts = Counter(comparison.verdict for comparison in comparisons)
     if arguments.json:

@@ -1,10 +1,9 @@
 """Loading a verifier with its drafter."""
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.sharding import Mesh
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import clipping, coerce, expect, refuse_unknown, warn
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.settings import field_names, option_values
+from treeflash_jax.core.settings import field_names
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.device_memory import count_bytes, footprint, refuse_if_too_large, usable_memory
@@ -219,8 +218,6 @@ def choose_verifier(name: str | None) -> str:
     return name
 
 
-def load_model(arguments: argparse.Namespace, **changed: Any) -> TreeFlash:
-    """Loads the model that command-line options name; `changed` overrides some of the options."""
-    given = option_values(arguments, ModelOptions) | changed
-    given["verifier"] = choose_verifier(given.get("verifier"))
-    return load(**given)
+def load_model(verifier: str | None = None, **options: Unpack[LoadOptions]) -> TreeFlash:
+    """Loads a model like `load`, by default the verifier that `choose_verifier` chooses."""
+    return load(verifier=choose_verifier(verifier), **options)
