@@ -115,8 +115,9 @@ def recipe_short() -> str:
     """Formats short runs of the recipe of `train.pair`, each with one change."""
     runs, rows = read("recipe_smollm2.json")["short"], []
     for row in runs["rows"]:
+        loss = f"{row['loss']:.2f}" if row["loss"] else ""
         measured = f"{row['tau_estimate']:.2f}", f"{row['tau_marginal_8']:.2f}", f"{row['tau_8']:.2f}"
-        rows.append([row["name"], row["steps"], row["cpu_seconds"], row["loss"] and f"{row['loss']:.2f}", *measured])
+        rows.append([row["name"], row["steps"], row["cpu_seconds"], loss, *measured])
     header = "run | steps | CPU seconds | held-out loss | estimated tau | tau without head | tau"
     return section(header, rows, f"{runs['note']}:", runs["commands"])
 
