@@ -123,6 +123,19 @@ def test_a_batch_keeps_its_slots_busy():
     assert rounds < 0.75 * one_after_the_other
 
 
+def test_a_slot_has_one_owner_at_a_time():
+    slots = Slots(2)
+    (slot,) = slots.reserve([1])
+    slots.hold(slot, "request")
+    with pytest.raises(KeyError):
+        slots.hold(slot, "another")
+    slots.release([slot])
+    for again in (lambda: slots.hold(slot, "another"), lambda: slots.release([slot])):
+        with pytest.raises(KeyError):
+            again()
+    assert slots.requests == {} and slots.free == [0, 1]
+
+
 @pytest.mark.usefixtures("as_users_compile")
 def test_admission_writes_the_replaced_sequences_only():
     model = random_pair()
