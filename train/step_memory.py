@@ -1,9 +1,12 @@
-"""Compiles a training step, and prints its FLOPs and the memory that it needs on each device.
+"""Compiles a training step, and prints its FLOPs, the memory that it needs on each device, and its time on TPUs.
 
     python -m train.step_memory configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16 --shape qwen3-4b --topology v5e:4x4
 
 It needs no weights and no data and, with --topology, no devices. Sizes come from --shape, not from the verifier in the
 settings. The exit status is 1 if a device is too small.
+
+The time is the compiler's estimate of all operations, not a measurement (`bench.cycles`). It leaves out
+collectives and attention kernels.
 """
 
 import argparse
@@ -19,13 +22,15 @@ from train.runtime import hosts, training_state
 from train.stages import choices
 from train.stages.drafting import DraftingStage, make_task
 from train.stages.registry import read_stage
-from treeflash_jax.bench import memory, shapes
+from treeflash_jax.bench import cycles, memory, shapes
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.settings import add_options
 from treeflash_jax.engine.device_memory import in_units, usable_memory
+
+PHASES = ("teach", "draft", "score", "update")  # named scopes of a step: verifier, backbone, head and loss, optimiser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "words", nargs="+", metavar="FILE.toml | key=value", help="settings of a stage that trains a drafter"
     )
-    add_options(parser, memory.MemoryOptions, ["shape", "topology", "out"], shape="tiny")
+    add_options(parser, memory.MemoryOptions, ["shape", "topology", "operations", "out"], shape="tiny")
     return parser.parse_args(argv)
 
 
@@ -55,7 +60,7 @@ def report(arguments: argparse.Namespace) -> int:
     limit, device, _ = memory.describe_topology(arguments.topology)
     devices = memory.find_devices(arguments.topology)
     result: dict[str, Any] = {"topology": arguments.topology or device.kind} | compile_step(
-        settings, arguments.shape, devices
+        settings, arguments.shape, devices, arguments.operations
     )
     sizes, limit = result["bytes_per_device"], limit or usable_memory()
     result |= {"bytes_limit": limit, "fits": None if limit is None else sizes["total"] <= limit}
@@ -71,6 +76,9 @@ def report(arguments: argparse.Namespace) -> int:
     if limit is not None:
         lines.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
     lines.append(f"FLOPs: {result['flops_per_step']:.3g} a step, {result['flops_per_device']:.3g} a device")
+    if "estimate" in result:
+        lines += memory.describe_estimate(result["estimate"], "step")
+        lines.append(f"  {100 * result['estimate']['utilisation']:.0f}% of the chip's peak FLOP/s")
     terminal.show("\n".join(lines))
     return int(result["fits"] is False)
 
@@ -83,8 +91,11 @@ def read_settings(words: Sequence[str]) -> DraftingStage:
     return read_stage(names[0], [word for word in words if "=" in word])
 
 
-def compile_step(settings: DraftingStage, shape: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """Compiles one training step with these settings for these devices, and returns a record of the results."""
+def compile_step(settings: DraftingStage, shape: str, devices: Sequence[jax.Device], operations: int = 0) -> dict[str, Any]:
+    """Compiles one training step with these settings for these devices, and returns a record of the results.
+
+    `operations` is the number of operations of a TPU in the record.
+    """
     model = shapes.find_verifier(shape)
     mesh = hosts.make_mesh(settings.mesh, devices)
     start = shapes.find_drafter(model) if settings.starts_from else None
@@ -99,16 +110,17 @@ def compile_step(settings: DraftingStage, shape: str, devices: Sequence[jax.Devi
         accumulate = settings.loop.accumulate
         update = training_state.make_update(task, transform, steps=steps, seed=0, accumulate=accumulate, log_every=10)
         update = jax.jit(update, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, state))
-        needs = update.lower(state, frozen, batch).compile().memory_analysis()
+        program = update.lower(state, frozen, batch).compile()
+    needs, device = program.memory_analysis(), sharding.device(mesh)
     held = needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
-    return {
+    result = {
         "shape": shapes.short_name(shape),
         "trains": list(settings.trains),
         "mesh": dict(mesh.shape),
         "batch": settings.loop.batch,
         "accumulate": accumulate,
         "sequence_length": settings.data.sequence_length,
-        "attention": choices.attention(sharding.device(mesh), settings.attention),
+        "attention": choices.attention(device, settings.attention),
         "bytes_per_device": {
             "state_and_weights": held,
             "temporary": needs.temp_size_in_bytes,
@@ -118,6 +130,13 @@ def compile_step(settings: DraftingStage, shape: str, devices: Sequence[jax.Devi
         "flops_per_device": task.flops / mesh.size,
         "jax": jax.__version__,
     }
+    if device.clock:
+        estimate = cycles.estimate(program.as_text(), PHASES, is_loop=False)
+        times = memory.in_milliseconds(estimate, device, operations)
+        seconds = sum(times["milliseconds"].values()) / 1e3
+        times["utilisation"] = round(result["flops_per_device"] / device.peak_rates[0] / seconds, 3)
+        result["estimate"] = times
+    return result
 
 
 if __name__ == "__main__":

@@ -43,6 +43,25 @@ def test_an_estimate_adds_up_one_iteration_by_phase():
     assert estimate.missing == {tuple(kind.split()): 1 for kind in kinds}
 
 
+def test_gradients_belong_to_the_scope_of_their_function():
+    paths = "jvp(draft)/mul", "transpose(jvp(draft))/while/body/closed_call/mul", "jvp()/while/body/draft/mul", "update/mul"
+    entry = [operation(f"f.{index}", f"jit(update)/{path}", 10**index) for index, path in enumerate(paths)]
+    text = "\n".join(["ENTRY %main (p: f32[8]) -> f32[8] {", *entry, "}", ""])
+    estimate = cycles.estimate(text, ("draft", "update"), is_loop=False)
+    assert estimate.by_phase() == {"draft": 111, "update": 1000}
+    assert estimate.operations["draft", "mul"] == 101
+
+
+def test_an_estimate_continues_after_a_kernel():
+    """The metadata of Pallas kernels has lines of its own, and the last one begins like the end of a computation."""
+    kernel = '  %k = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={'
+    end = '}}, metadata={op_name="jit(update)/jvp(draft)/pallas_call"}'
+    product = operation("f.1", "jit(update)/jvp(draft)/mul", 7)
+    text = "\n".join(["ENTRY %main (p: f32[8]) -> f32[8] {", kernel, '"block": 512', end, product, "}", ""])
+    estimate = cycles.estimate(text, ("draft",), is_loop=False)
+    assert estimate.by_phase() == {"draft": 7} and estimate.missing == {("draft", "tpu_custom_call"): 1}
+
+
 def test_a_record_has_milliseconds_and_the_largest_operations():
     times = memory.estimate_times(TEXT, Device("tpu", "TPU v5 lite"), read=820_000, operations=1)
     assert times == {

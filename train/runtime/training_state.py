@@ -190,8 +190,9 @@ def make_update(
         weight = jnp.maximum(sums["loss"][1], 1e-6)
         grads = jax.tree.map(lambda x: x / weight, grads)
         norm = optax.tree.norm(grads)
-        updates, memory = transform.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("update"):
+            updates, memory = transform.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
         fresh = state.step % log_every == 0
         sums |= {"grad_norm": (norm, jnp.ones_like(norm))}
         window = jax.tree.map(lambda x, s: jnp.where(fresh, 0, x) + s, state.window, sums)

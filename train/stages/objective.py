@@ -153,9 +153,11 @@ def drafting_sums(
     teacher = teach(tables, verifier, drafter.taps, batch, attention)
     trained = replace(batch, weights_bt=(batch.positions_bt > 0).astype(jnp.float32)) if settings.prompts else batch
     chosen = blocks.sample_blocks(trained, settings.anchors, drafter.block_size, settings.decay, keys_b)
-    context = context_kv(optax.tree.cast(backbone, dtype), drafter.layers, teacher.features_btj, batch.positions_bt)
+    with jax.named_scope("draft"):
+        context = context_kv(optax.tree.cast(backbone, dtype), drafter.layers, teacher.features_btj, batch.positions_bt)
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
 
+    @jax.named_scope("draft")
     def hidden_states(backbone: Any, context: NewKV, anchors_bn: jax.Array) -> jax.Array:
         backbone = optax.tree.cast(backbone, dtype)  # cast here, so that gradients add up in the original dtype
         hidden_bnid = blocks.hidden_states(backbone, drafter, tables["embed"], batch, context, anchors_bn, attention)
@@ -182,6 +184,7 @@ def with_base(
     return progress_b11 * loss_bni + (1 - progress_b11) * base_bni
 
 
+@jax.named_scope("score")
 def score_sums(
     head: Any,
     norm: jax.Array,

@@ -49,7 +49,8 @@ def teach(
         outputs_bto, size = batch.outputs_bto, config.hidden_size
         return Teacher(outputs_bto[..., :-size], outputs_bto[..., -size:], config.logit_cap)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
-    out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
+    with jax.named_scope("teach"):
+        out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
     return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd, config.logit_cap))
 
 

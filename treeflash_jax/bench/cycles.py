@@ -7,43 +7,46 @@ after the other. It leaves out copies that run beside them, for example of the n
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PHASES = ("draft", "tree", "verify", "accept", "commit")  # named scopes of a round
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 _BITS = {"pred": 8, "f8e4m3fn": 8, "bf16": 16}  # bits of an element; other types have them in their names
 _UNCOUNTED = re.compile(
     rf" (conditional|sort|(?:{'|'.join(COLLECTIVES)})(?:-start)?)\("
-    r'|custom_call_target="(TopK)"|%(gather)\S* = .* fusion\('
+    r'|custom_call_target="(TopK|tpu_custom_call)"|%(gather)\S* = .* fusion\('
 )
 
 
 @dataclass
 class Estimate:
-    """Estimated cycles of one iteration of a program's loop.
+    """Estimated cycles of a program, or of one iteration of its loop.
 
     Attributes:
+      phases: named scopes of the program.
       operations: cycles by phase and by name of the operation in JAX; equal operations of several layers are added up.
       counts: number of times that each of these operations runs.
       copied: bytes of copies between the chip's memory and its on-chip memory, which run beside the operations.
       missing: operations without an estimate, by phase and kind: conditionals, loops of unknown length, collectives, sorts,
-        top-k, gathers.
+        top-k, gathers, Pallas kernels.
     """
 
-    operations: Counter[tuple[str, str]]
-    counts: Counter[tuple[str, str]]
-    missing: Counter[tuple[str, str]]
+    phases: tuple[str, ...]
+    operations: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    missing: Counter[tuple[str, str]] = field(default_factory=Counter)
     copied: int = 0
 
     def by_phase(self) -> dict[str, int]:
         phases: Counter[str] = Counter()
         for (phase, _), cycles in self.operations.items():
             phases[phase] += cycles
-        return {phase: phases[phase] for phase in (*PHASES, "other") if phases[phase]}
+        return {phase: phases[phase] for phase in (*self.phases, "other") if phases[phase]}
 
 
 def parse(text: str) -> dict[str, str]:
     """Returns the computations of a compiled program by name, each as its lines. The main computation is "ENTRY"."""
+    text = re.sub(r"kernel_metadata=\{\n.*?\n\}", "", text, flags=re.DOTALL)  # it would end the line of a Pallas kernel
     return dict(re.findall(r"^(ENTRY|%?[\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
 
 
@@ -52,16 +55,20 @@ def loop_bodies(computations: dict[str, str]) -> list[str]:
     return re.findall(r" while\(.* body=(%?[\w.-]+)", computations["ENTRY"])
 
 
-def estimate(text: str) -> Estimate:
+def estimate(text: str, phases: tuple[str, ...] = PHASES, *, is_loop: bool = True) -> Estimate:
     """Returns the estimate for one iteration of a program's largest loop, from the program's compiled text.
 
     An inner loop counts times its number of iterations if its condition is a comparison with a constant.
+
+    Args:
+      phases: named scopes by which operations are counted.
+      is_loop: False: the estimate is for the whole program.
     """
-    computations, found = parse(text), Estimate(Counter(), Counter(), Counter())
+    computations, found = parse(text), Estimate(phases)
 
     def walk(name: str, times: int) -> None:
         for line in computations[name].splitlines():
-            phase, operation = _place(line)
+            phase, operation = _place(line, phases)
             cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
             loop = re.search(r" while\(.* condition=(%?[\w.-]+), body=(%?[\w.-]+)", line)
             uncounted = _UNCOUNTED.search(line)
@@ -79,7 +86,7 @@ def estimate(text: str) -> Estimate:
             elif uncounted:
                 found.missing[phase, next(filter(None, uncounted.groups())).removesuffix("-start")] += times
 
-    walk(max(loop_bodies(computations), key=lambda name: len(computations[name])), 1)
+    walk(max(loop_bodies(computations), key=lambda name: len(computations[name])) if is_loop else "ENTRY", 1)
     return found
 
 
@@ -99,12 +106,13 @@ def _on_chip_bytes(line: str) -> int:
     return math.prod(map(int, filter(None, array[2].split(",")))) * bits // 8
 
 
-def _place(line: str) -> tuple[str, str]:
+def _place(line: str, phases: tuple[str, ...]) -> tuple[str, str]:
     """Returns the phase of an operation, and its JAX name without layer numbers and names of transformations."""
     name = re.search(r'op_name="([^"]*)"', line)
     if not name:
         return "other", "without a name"
-    path = re.sub(r"_\d+\b", "", name[1].rpartition("while/body/")[2] if name[1].count("while/body/") == 1 else name[1])
-    parts = [part for part in path.split("/") if not re.match(r"jit\(|cond$|branch(_\d+)?_fun$|while$|body$", part)]
-    phase = next((part for part in parts if part in PHASES), "other")
+    path = re.sub(r"(?:transpose\()?jvp\((\w*)\)+", r"\1", name[1])  # gradients belong to the scope of their function
+    path = re.sub(r"_\d+\b", "", path)
+    parts = [part for part in path.split("/") if not re.match(r"jit\(|cond$|branch(_\d+)?_fun$|while$|body$|$", part)]
+    phase = next((part for part in parts if part in phases), "other")
     return phase, "/".join(part for part in parts if part != phase)

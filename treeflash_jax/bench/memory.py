@@ -208,10 +208,15 @@ def estimate_times(text: str, device: Device, read: int, operations: int = 0) ->
       read: number of bytes of the weights and caches.
       operations: number of operations to list.
     """
-    estimate, per_cycle = cycles.estimate(text), 1e3 / device.clock
+    times = in_milliseconds(cycles.estimate(text), device, operations)
+    return times | {"reading": round(read / device.peak_rates[1] * 1e3, 3)}
+
+
+def in_milliseconds(estimate: cycles.Estimate, device: Device, operations: int = 0) -> dict[str, Any]:
+    """Returns an estimate for a record, with a number of the largest operations."""
+    per_cycle = 1e3 / device.clock
     phases = {phase: round(count * per_cycle, 3) for phase, count in estimate.by_phase().items()}
-    reading, copying = (round(size / device.peak_rates[1] * 1e3, 3) for size in (read, estimate.copied))
-    times = {"milliseconds": phases, "reading": reading, "copying": copying}
+    times = {"milliseconds": phases, "copying": round(estimate.copied / device.peak_rates[1] * 1e3, 3)}
     times["missing"] = {" ".join(place): count for place, count in sorted(estimate.missing.items())}
     largest = estimate.operations.most_common(operations)
     times["operations"] = [[*place, estimate.counts[place], round(count * per_cycle, 3)] for place, count in largest]
@@ -237,9 +242,10 @@ def describe_estimate(times: dict[str, Any], what: str) -> list[str]:
     total = sum(times["milliseconds"].values())
     lines = [f"the compiler's estimate, not a measurement: {total:.2f} ms for a {what}"]
     lines += [f"  {phase:24}{milliseconds:>9.2f} ms" for phase, milliseconds in times["milliseconds"].items()]
-    lines.append(
-        f"  {total / times['reading']:.2f} times the {times['reading']:.2f} ms of reading all weights and caches once"
-    )
+    if "reading" in times:
+        lines.append(
+            f"  {total / times['reading']:.2f} times the {times['reading']:.2f} ms of reading all weights and caches once"
+        )
     lines.append(f"  copies of {times['copying']:.2f} ms run beside the operations, and are not counted")
     if times["missing"]:
         lines.append(f"  left out: {', '.join(f'{count} x {name}' for name, count in times['missing'].items())}")
