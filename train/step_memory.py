@@ -78,7 +78,8 @@ def report(arguments: argparse.Namespace) -> int:
     lines.append(f"FLOPs: {result['flops_per_step']:.3g} a step, {result['flops_per_device']:.3g} a device")
     if "estimate" in result:
         lines += memory.describe_estimate(result["estimate"], "step")
-        lines.append(f"  {100 * result['estimate']['utilisation']:.0f}% of the chip's peak FLOP/s")
+        share = result["estimate"]["utilisation"]
+        lines.append(f"  at most {100 * share:.0f}% of the chip's peak FLOP/s: what is left out takes time, too")
     terminal.show("\n".join(lines))
     return int(result["fits"] is False)
 

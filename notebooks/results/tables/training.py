@@ -66,6 +66,18 @@ def pod_minutes() -> str:
 
 
 @shown
+def tpu_training() -> str:
+    """Formats what the compiler for TPUs estimates for training steps."""
+    rows, phases = [], ("teach", "draft", "score", "update", "other")
+    for step in read("tpu_training.json").values():
+        times = step["estimate"]["milliseconds"]
+        cells = [step["topology"], " and ".join(step["trains"]), step["batch"]]
+        cells += [f"{times[phase]:.0f}" for phase in phases]
+        rows.append([*cells, f"{sum(times.values()):.0f}", f"{100 * step['estimate']['utilisation']:.0f}%"])
+    return table(f"topology | trains | batch | {' | '.join(phases)} | total | of peak FLOP/s, at most", rows)
+
+
+@shown
 def small_runs() -> str:
     """Formats short training runs of one drafter that differ from the first in one setting."""
     runs, rows = read("small_runs_smollm2.json"), []
