@@ -59,11 +59,11 @@ def tpu_models() -> str:
             steps[place] = total
         mesh = "x".join(map(str, result["mesh"].values()))
         phases = [f"{times['milliseconds'].get(phase, 0):.2f}" for phase in ("draft", "tree", "verify", "accept", "commit")]
-        cells = [*place, mesh, "step" if is_step else f"round of {result['nodes']} nodes", *phases]
+        cells = [*place, mesh, result["batch"], "step" if is_step else f"round of {result['nodes']} nodes", *phases]
         cells += [f"{number:.2f}" for number in (total, reading, total / reading, times["copying"])]
         rows.append([*cells, "" if is_step else f"{total / steps[place]:.2f}"])
     names = "draft | tree | verify | accept | commit | total | reading | total / reading | copies | round / step"
-    return table(f"model | topology | mesh | program | {names}", rows)
+    return table(f"model | topology | mesh | batch | program | {names}", rows)
 
 
 @shown
