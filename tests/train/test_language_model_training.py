@@ -56,6 +56,7 @@ def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml, case):
         return jax.jit(partial(language_model_sums, **arguments))(small, {"verifier": weights}, batch, keys)
 
     whole, every, some = (sums(size) for size in (0, MODEL.vocab_size, 40))
+    assert 0 < whole["overlap"][0] < whole["overlap"][1]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), every, whole)
     assert abs(some["loss"][0] / whole["loss"][0] - 1) > 1e-3 and some["loss"][1] == whole["loss"][1]
 

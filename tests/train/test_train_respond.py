@@ -241,11 +241,13 @@ def test_bad_input_is_one_line(model, settings, tmp_path):
 
     bad = source("bad.jsonl", {"messages": [{"role": "assistant", "content": "Hello"}]})
     half = source("half.jsonl", {"prompt": "fine"}, {"prompt": "half \ud800"})
+    unreadable = source("unreadable.jsonl", {"prompt": 5})
     assert len(respond.collect_prompts(replace(settings, sources=(half,), malformed="skip"), model)) == 1
     cases = [
         ({"sources": (half,)}, "half.jsonl, line 2.*U+D800"),
         ({"sources": (bad,)}, "bad.jsonl, line 1: got a chat that the assistant opens"),
         ({"sources": (bad,), "malformed": "skip"}, "got no prompt of at most 192 tokens (1 malformed)"),
+        ({"sources": (unreadable,), "malformed": "skip"}, "got no prompt of at most 192 tokens (1 malformed)"),
         ({"max_prompt_tokens": 3}, "got no prompt of at most 3 tokens (11 too long)"),
         ({"max_new_tokens": 2040}, "expected at most 2048 together"),
         ({"sources": (Source(path="gsm8k_test.jsonl"),)}, "gsm8k_test.jsonl: no such file"),
