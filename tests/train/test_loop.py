@@ -33,6 +33,14 @@ class ToySettings:
     mesh: MeshConfig = MeshConfig()
 
 
+def test_all_hosts_end_one_step_after_a_signal(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    signals = loop.Signals(sharding.make_mesh())
+    assert not signals.requested() and not signals.requested()
+    signals.received = signal.SIGTERM
+    assert not signals.requested() and signals.requested()
+
+
 def test_steps_follow_from_epochs():
     assert loop.resolve_steps(LoopConfig(batch=4, epochs=1.5), 10) == 4
     assert loop.resolve_steps(LoopConfig(batch=4, steps=7, epochs=1.5), 10) == 7
