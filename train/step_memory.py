@@ -5,8 +5,7 @@
 It needs no weights and no data and, with --topology, no devices. Sizes come from --shape, not from the verifier in the
 settings. The exit status is 1 if a device is too small.
 
-The time is the compiler's estimate of all operations, not a measurement (`bench.cycles`). It leaves out
-collectives and attention kernels.
+The time is the compiler's estimate, not a measurement (`bench.cycles`). It leaves out collectives and attention kernels.
 """
 
 import argparse
@@ -30,7 +29,8 @@ from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.settings import add_options
 from treeflash_jax.engine.device_memory import in_units, usable_memory
 
-PHASES = ("teach", "draft", "score", "update")  # named scopes of a step: verifier, backbone, head and loss, optimiser
+# Named scopes of a block drafter's step: verifier, backbone, head and loss, optimiser. Others' have the first and the last.
+PHASES = ("teach", "draft", "score", "update")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from refusals import refused
 from scipy.special import log_softmax, softmax
 from toy_training import make_batch
 
+from train import step_memory
 from train.stages import blocks, losses, objective
 from train.stages.teacher import teach
 from treeflash_jax.drafters import Inputs
@@ -66,6 +67,14 @@ def drafted(frozen, document_1t, start):
     state = DRAFTER.extend(frozen, tables, state, out.features_btj, document_1t, start[None], attention="xla")
     inputs = Inputs(frozen, tables, state, document_1t[:, start], jnp.ones(1), 1, document_1t, start[None])
     return DRAFTER.draft_block(inputs)
+
+
+def test_phases_of_a_step_are_named_for_its_estimate(case):
+    frozen, batch, keys, _ = case
+    params = {"backbone": frozen["backbone"]}
+    text = run_sums.lower(params, frozen, batch, keys, settings=OBJECTIVE, drafter=DRAFTER).as_text(debug_info=True)
+    for phase in ("teach", "draft", "score"):
+        assert phase in step_memory.PHASES and f"/{phase}/" in text, phase
 
 
 def test_training_blocks_equal_inference(case):
