@@ -55,6 +55,17 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(small_pair, sizes):
     assert 2 * count(mesh=model.mesh, dtype=jnp.bfloat16).total == whole.total
 
 
+def test_a_pass_reads_the_experts_that_its_tokens_can_choose():
+    """Four per token; each has three matrices of 2,880 x 2,880 and their biases, and a row of the router."""
+    model, how = shapes.find_verifier("gpt-oss-20b"), {"dtype": jnp.bfloat16, "batch": 1, "capacity": 256}
+    expert = 24 * 2 * (3 * 2880 * 2880 + 3 * 2880 + 2880 + 1)
+    whole = footprint(model, **how).total
+    read = [memory.bytes_read(model, None, tokens, **how) for tokens in (1, 3, 8, 64)]
+    assert read == [whole - 28 * expert, whole - 20 * expert, whole, whole]
+    dense = shapes.find_verifier("qwen3-0.6b")
+    assert memory.bytes_read(dense, None, 1, **how) == footprint(dense, **how).total
+
+
 @needs_8_devices
 def test_programs_compiled_from_shapes_take_what_real_ones_take():
     model = random_pair(tf.make_mesh(4, 2))

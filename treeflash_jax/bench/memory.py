@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import add_options, option_values, setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, usable_memory
 from treeflash_jax.engine.schedule.batching import TOKEN_CLASSES, SamplingSizes, make_batch, round_capacity
 from treeflash_jax.engine.settings.defaults import merges_weights
@@ -42,6 +43,7 @@ from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.quantized import NONE
 
 # Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory per multiprocessor.
@@ -106,9 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     plan = resolve(config, model, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
-    needs = footprint(
-        model, plan.shared.loaded_drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize
-    )
+    request = {"dtype": dtype, "mesh": mesh, "batch": batch, "capacity": capacity, "quantize": quantize}
+    needs = footprint(model, plan.shared.loaded_drafter, **request)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
     result: dict[str, Any] = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
@@ -127,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
             text = compiled[1].as_text()
             result["launches"] = count_launches(text)
             if device.clock:
-                read = needs.total if plan.num_nodes > 1 else needs.verifier + needs.verifier_cache
+                read_drafter = plan.shared.loaded_drafter if plan.num_nodes > 1 else None
+                read = bytes_read(model, read_drafter, batch * plan.num_nodes, **request)
                 result["estimate"] = estimate_times(text, device, read, arguments.operations)
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
@@ -200,12 +202,21 @@ def count_launches(text: str) -> int:
     return max(len(re.findall(r"[\])}] (?:copy|custom-call|fusion|sort)\(", body)) for body in bodies)
 
 
+def bytes_read(model: ModelConfig, drafter: Drafter | None, tokens: int, **request: Any) -> int:
+    """Returns the bytes that a pass over some tokens reads on each device: of experts, as many as the tokens can choose.
+
+    `request` are arguments of `footprint`.
+    """
+    chosen = min(model.num_experts, tokens * model.experts_per_token)
+    return footprint(replace(model, num_experts=chosen), drafter, **request).total
+
+
 def estimate_times(text: str, device: Device, read: int, operations: int = 0) -> dict[str, Any]:
     """Returns the milliseconds of a round on a TPU, as its compiler estimates them, for a record.
 
     Args:
       text: text of the compiled rounds.
-      read: number of bytes of the weights and caches.
+      read: number of bytes that the round reads (`bytes_read`).
       operations: number of operations to list.
     """
     times = in_milliseconds(cycles.estimate(text), device, operations)
@@ -244,7 +255,7 @@ def describe_estimate(times: dict[str, Any], what: str) -> list[str]:
     lines += [f"  {phase:24}{milliseconds:>9.2f} ms" for phase, milliseconds in times["milliseconds"].items()]
     if "reading" in times:
         lines.append(
-            f"  {total / times['reading']:.2f} times the {times['reading']:.2f} ms of reading all weights and caches once"
+            f"  {total / times['reading']:.2f} times the {times['reading']:.2f} ms of reading weights and caches once"
         )
     lines.append(f"  copies of {times['copying']:.2f} ms run beside the operations, and are not counted")
     if times["missing"]:
