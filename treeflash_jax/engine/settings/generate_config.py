@@ -36,6 +36,8 @@ GROUPS = {  # titles in help texts
     "running": "running",
 }
 sampling_setting = partial(setting, group="sampling")
+number_setting = partial(sampling_setting, dtype=float)
+constraint_setting = partial(sampling_setting, None, unset="none")
 drafting_setting = partial(setting, group="drafting")
 tree_setting = partial(setting, group="tree")
 nodes_setting = partial(tree_setting, least=1, most=MAX_NODES, unit="nodes")
@@ -56,28 +58,17 @@ class GenerateConfig:
     max_new_tokens: int | Sequence[int] = sampling_setting(
         128, "largest number of tokens in an answer, the stop token included", least=0, unit="tokens", basic=True
     )
-    temperature: float | Sequence[float] = sampling_setting(
-        0.0, "sampling temperature of the verifier; 0 is greedy", least=0, most=MAX_TEMPERATURE, basic=True, dtype=float
+    temperature: float | Sequence[float] = number_setting(
+        0.0, "sampling temperature of the verifier; 0 is greedy", least=0, most=MAX_TEMPERATURE, basic=True
     )
     top_k: int | Sequence[int] = sampling_setting(
         0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens", basic=True, dtype=int
     )
-    top_p: float | Sequence[float] = sampling_setting(
-        1.0,
-        "sample from the most likely tokens of this total probability",
-        above=0,
-        most=1,
-        unit="probability",
-        basic=True,
-        dtype=float,
+    top_p: float | Sequence[float] = number_setting(
+        1.0, "sample from the most likely tokens of this total probability", above=0, most=1, unit="probability", basic=True
     )
-    min_p: float | Sequence[float] = sampling_setting(
-        0.0,
-        "sample from tokens at least this many times as likely as the likeliest",
-        least=0,
-        most=1,
-        unit="fraction",
-        dtype=float,
+    min_p: float | Sequence[float] = number_setting(
+        0.0, "sample from tokens at least this many times as likely as the likeliest", least=0, most=1, unit="fraction"
     )
     seed: int | Sequence[int] = sampling_setting(
         0,
@@ -94,24 +85,22 @@ class GenerateConfig:
         unit="answers",
         basic=True,
     )
-    repetition_penalty: float | Sequence[float] = sampling_setting(
+    repetition_penalty: float | Sequence[float] = number_setting(
         1.0,
         "divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer",
         above=0,
         most=100,
         unit="factor",
-        dtype=float,
     )
-    presence_penalty: float | Sequence[float] = sampling_setting(
-        0.0, "subtracted from the logits of tokens in the answer", least=-2, most=2, unit="logits", dtype=float
+    presence_penalty: float | Sequence[float] = number_setting(
+        0.0, "subtracted from the logits of tokens in the answer", least=-2, most=2, unit="logits"
     )
-    frequency_penalty: float | Sequence[float] = sampling_setting(
+    frequency_penalty: float | Sequence[float] = number_setting(
         0.0,
         "subtracted from the logits of tokens for every time that they are in the answer",
         least=-2,
         most=2,
         unit="logits",
-        dtype=float,
     )
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = sampling_setting(
         None, "numbers that are added to the logits of tokens, by token id", unset="none", unit="JSON"
@@ -133,11 +122,8 @@ class GenerateConfig:
         unit="ids",
     )
 
-    schema: str | Sequence[str | None] | None = sampling_setting(
-        None,
-        "JSON schema that the answer follows: a dictionary, JSON text or a pydantic model",
-        unset="none",
-        spelled=as_json,
+    schema: str | Sequence[str | None] | None = constraint_setting(
+        "JSON schema that the answer follows: a dictionary, JSON text or a pydantic model", spelled=as_json
     )
     schema_depth: int = sampling_setting(
         DEPTH,
@@ -146,21 +132,19 @@ class GenerateConfig:
         most=MAX_DEPTH,
         unit="levels",
     )
-    pattern: str | Sequence[str | None] | None = sampling_setting(
-        None, "regular expression that the whole answer matches", unset="none", unit="regex"
+    pattern: str | Sequence[str | None] | None = constraint_setting(
+        "regular expression that the whole answer matches", unit="regex"
     )
-    choices: Sequence[str] | Sequence[Sequence[str] | None] | None = sampling_setting(
-        None, "texts; the answer is one of them", unset="none", unit="text", min_length=1
+    choices: Sequence[str] | Sequence[Sequence[str] | None] | None = constraint_setting(
+        "texts; the answer is one of them", unit="text", min_length=1
     )
-    structural_tag: str | Sequence[str | None] | None = sampling_setting(
-        None,
+    structural_tag: str | Sequence[str | None] | None = constraint_setting(
         "structure of the answer, such as text around a schema, in xgrammar's JSON: a dictionary or JSON text",
-        unset="none",
         unit="JSON",
         spelled=as_json,
     )
-    processor: Callable[..., Any] | None = sampling_setting(
-        None, "function of logits and `decoding.processors.History` that returns logits, in Python only", unset="none"
+    processor: Callable[..., Any] | None = constraint_setting(
+        "function of logits and `decoding.processors.History` that returns logits, in Python only"
     )
     sampling: str | None = sampling_setting(
         None,
