@@ -41,8 +41,9 @@ class ContextState(State):
     """State of a drafter with a cache. An input of the next draft is None if the drafter does not read it.
 
     Attributes:
-      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, or the output of the final norm in a
-        language model or a multi-token prediction layer.
+      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, the output of the final norm in a
+        language model or a multi-token prediction layer, or the fused features of a block drafter whose head
+        `reads_context`.
     """
 
     context: Cache
