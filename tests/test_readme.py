@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 import subprocess
-import tomllib
 import typing
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import pytest
 import yaml
 from conftest import SMOLLM2
 
+import treeflash_jax as tf
 from train import step_memory
 from train.runtime import hosts, run_config
 from train.stages import registry
@@ -168,11 +168,9 @@ def test_tables_are_those_of_the_results():
 
 def test_the_version_and_the_commands_of_the_workflow_are_those_of_the_repository():
     folder = ROOT / ".github"
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert yaml.safe_load((folder / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
-    assert (
-        re.findall(r"^## (\d.*)$", (folder / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[0] == version
-    )
+    assert yaml.safe_load((folder / "CITATION.cff").read_text(encoding="utf-8"))["version"] == tf.__version__
+    changes = (folder / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\d.*)$", changes, flags=re.MULTILINE)[0] == tf.__version__
     jobs = yaml.safe_load((folder / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
     everything, quick = (jobs[name]["steps"][-1]["run"] for name in ("everything", "quick"))
     assert os.access(ROOT / everything, os.X_OK)

@@ -32,12 +32,14 @@ from treeflash_jax.core.checks import clipped, read_json
 from treeflash_jax.core.dtypes import dtype_setting
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.protocol import Drafter
+from treeflash_jax.engine.settings.defaults import PLAIN_CPU
 from treeflash_jax.engine.settings.pairs import HUB_IDS
 from treeflash_jax.formats import draft_vocabulary, model_files, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TAU_PROMPTS, TAU_TOKENS = 8, 64
-TAU_NODES, TAU_NGRAMS = 8, 8  # as in the default tree of a CPU, but that may have fewer depths, lanes and candidates
+# The default tree of a CPU may also have fewer depths, lanes and candidates.
+TAU_NODES, TAU_NGRAMS = PLAIN_CPU.nodes, PLAIN_CPU.ngrams
 
 
 @dataclass(frozen=True, kw_only=True)

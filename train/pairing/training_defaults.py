@@ -34,14 +34,13 @@ class TrainingDefaults:
 
 
 CPU = TrainingDefaults(
-    # SmolLM2 writes 265 tokens per CPU second (Zen 5, bfloat16) with 32 answers together, 234 with 16, and 225 with 64.
-    slots=32,
+    slots=32,  # with 16 or 64, fewer tokens per second
     block=5,  # as good as 8 in less time
     tokens=256,
     anchors=16,  # in equal time, half as many per sequence as 8 and more steps have a higher tau
     vocabulary=4,  # a sample saves most of a step's time
     batch=4,
-    passes=16,  # for SmolLM2, six passes over twice the answers take 56 minutes instead of 43 and raise tau by 2 %
+    passes=16,  # six passes over twice the answers take longer and hardly raise tau
     optimizer=("adamw", 1e-3),  # an update by Muon takes longer than the gradient of four sequences
     records=True,
 )

@@ -1,7 +1,7 @@
 """Acceptance rules: they choose the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-Each rule is a subclass of `Rule` in one file, with one line in RULES. The default, `sample_and_match`, is exact for every
-tree; deterministic trees need no other rule. Rules that test the draws of sampled trees are in `sampled`.
+Each rule is a subclass of `Rule` in one file, with one line in RULES. `sample_and_match`, the default for deterministic
+trees, is exact for every tree. Rules that test the draws of sampled trees are in `sampled`.
 """
 
 from treeflash_jax.acceptance.rule import Rule

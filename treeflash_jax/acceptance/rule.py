@@ -15,8 +15,9 @@ from treeflash_jax.trees import DraftTree, Proposal
 class Rule(ABC):
     """Chooses the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-    Coins are keyed by round, not by text position. Keyed by position, a round that follows one that ended early would reuse
-    coins that already rejected tokens at the same positions, and the block and traversal rules would not be lossless.
+    All coins of a round are keyed by the position of its root, not by the positions of the tokens that they test. If they
+    were keyed by the latter, a round after one that ended early would reuse coins that already rejected tokens at the same
+    positions, and the block and traversal rules would not be lossless.
 
     Attributes:
       distributions: names of the distributions of nodes (`trees.Builder.distribution`) for which the rule is lossless.

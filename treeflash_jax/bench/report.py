@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ReportOptions)
 
 
-def print_report(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     records = read_records(arguments.results)
     if not records:
         raise ValueError(f"{arguments.results}: got no records, expected at least one")

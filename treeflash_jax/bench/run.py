@@ -111,7 +111,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
     return systems
 
 
-def run_comparison(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Measures the answers that the output file lacks, then prints the summary of all answers."""
     chosen = parse_systems(arguments.systems, arguments.nodes)
     if arguments.prompt_ids is not None and arguments.prompts:
@@ -137,7 +137,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
         known = tuple(records)
         for record in harness.measure(measured, prompts, temperatures=temperatures, seeds=seeds, known=known):
             records.append(record)
-            with files.naming(arguments.out):
+            with files.errors_named(arguments.out):
                 output.write(json.dumps(record) + "\n")
                 output.flush()
     report.show(report.summarise(records))

@@ -259,11 +259,11 @@ COMMANDS = {
     "serve": ("serve a model over HTTP with OpenAI's and Anthropic's APIs", _serve_options, _serve),
     "check": ("check that drafting does not change the output", _check_options, _check),
     "convert": ("convert a GGUF file or a drafter to another format", _convert_options, _convert),
-    "demo": ("compare answers decoded one token at a time and with drafting", demo.add_arguments, demo.run_demo),
+    "demo": ("compare answers decoded one token at a time and with drafting", demo.add_arguments, demo.run),
 }
 SUITES = {
-    "run": ("compare systems on prompts: tokens per round and per second", run.add_arguments, run.run_comparison),
-    "report": ("print the tables of a results file", report.add_arguments, report.print_report),
+    "run": ("compare systems on prompts: tokens per round and per second", run.add_arguments, run.run),
+    "report": ("print the tables of a results file", report.add_arguments, report.run),
     "latency": ("time every phase of a round", latency.add_arguments, latency.run),
     "memory": ("compute the memory that a request needs on each device", memory.add_arguments, memory.run),
 }

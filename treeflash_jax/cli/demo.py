@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, tf.GenerateConfig, ["max_new_tokens"], max_new_tokens=160)
 
 
-def run_demo(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Streams answers side by side, and prints a draft tree and a table.
 
     Speeds are measured in alternating greedy runs at batch 1, after all programs are compiled. The picture shows the

@@ -1,1 +1,1 @@
-"""Devices, sharding, parameters, programs, files and checks. Only setting names (`ALIASES`) concern language models."""
+"""Devices, sharding, parameters, programs, files, settings and checks. Every other folder imports from here."""

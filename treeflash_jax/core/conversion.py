@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, which UTF-8 cannot write
+SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, such as JSON's \ud800, which UTF-8 cannot encode
 
 
 class Mismatch(Exception):

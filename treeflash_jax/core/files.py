@@ -128,7 +128,7 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[bytes | memor
         absolute(path).write_bytes(b"".join(pieces))
         return
     path = Path(os.path.abspath(path))
-    with naming(path):
+    with errors_named(path):
         part = _part(path.parent, path.name)
         try:
             with part.open("wb") as file:
@@ -144,7 +144,7 @@ def append(path: str | os.PathLike, text: str) -> None:
         remote = absolute(path)
         remote.write_text((remote.read_text() if remote.exists() else "") + text)
     else:
-        with naming(path), open(path, "a") as file:
+        with errors_named(path), open(path, "a") as file:
             file.write(text)
 
 
@@ -187,20 +187,20 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
         return
     target = Path(os.path.abspath(target))
     exists = target.is_dir()
-    with naming(target):
+    with errors_named(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         part = _part(target if exists else target.parent, target.name)
         part.mkdir()
     try:
         yield part
-        with naming(target):
+        with errors_named(target):
             _move(part, target) if exists else os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager
-def naming(target: str | os.PathLike) -> Iterator[None]:
+def errors_named(target: str | os.PathLike) -> Iterator[None]:
     """Converts an OSError of the block, such as a full disk, to a ValueError with the name of the target."""
     try:
         yield

@@ -67,7 +67,7 @@ class DecodePlan:
     """Everything that determines the program of rounds. Equal plans share it. The default is one token a round.
 
     Attributes:
-      shared: settings that determine the programs of prefill, most of which decoding uses, too.
+      shared: the part that prefill shares.
       drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
       builder: one of `trees.BUILDERS`, or "none" for one token a round.
       num_nodes: nodes verified per round, root included.

@@ -1,7 +1,8 @@
 """Drafters propose continuations of a text to the verifier.
 
-A `Drafter` has sizes, shapes of weights, a state and a method that drafts. Decoding, files, benchmarks and training use
-only these methods. To add a kind, write a file and, in `formats.dialects`, a dialect that reads its files.
+A `Drafter` has sizes, shapes of weights, a state and a method that drafts. Decoding uses only what `protocol` declares.
+Dialects also read a drafter's fields, and training calls its network. To add a kind, write a file and, in
+`formats.dialects`, a dialect that reads its files.
 """
 
 from treeflash_jax.drafters.assistant_drafter import AssistantDrafter

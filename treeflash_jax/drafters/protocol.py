@@ -18,6 +18,8 @@ from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
 
+EITHER = "either"  # a value of `Drafter.thinking`
+
 
 @struct.dataclass
 class State(ABC):
@@ -41,8 +43,9 @@ class ContextState(State):
     """State of a drafter with a cache. An input of the next draft is None if the drafter does not read it.
 
     Attributes:
-      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, or the output of the final norm in a
-        language model or a multi-token prediction layer.
+      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, the output of the final norm in a
+        language model or a multi-token prediction layer, or the fused features of a block drafter whose head
+        `reads_context`.
     """
 
     context: Cache
@@ -111,7 +114,7 @@ class Drafter(ABC):
       may_offer_nothing: whether trees often have only a root. If all trees of a round do, it verifies only the roots.
       has_tokenizer: whether its folder contains a tokenizer, which must equal the verifier's.
       keeps_weights: whether it can compute with the weights of quantised files as they are (`models.quantized`).
-      thinking: whether it was trained on answers with thinking; "either": on answers with and without; None: unknown.
+      thinking: whether it was trained on answers with thinking; EITHER: on answers with and without; None: unknown.
       max_positions: length of the longest text that it was made for; None: no limit.
       lanes: default number of nodes per level that best-first search expands; None: all nodes.
       num_nodes: default number of verified nodes, root included.
@@ -129,7 +132,7 @@ class Drafter(ABC):
     may_offer_nothing: ClassVar[bool] = False
     has_tokenizer: ClassVar[bool] = False
     keeps_weights: ClassVar[bool] = False
-    thinking: ClassVar[bool | str | None] = "either"
+    thinking: ClassVar[bool | str | None] = EITHER
     max_positions: ClassVar[int | None] = None
     lanes: ClassVar[int | None] = None
     head_dims: ClassVar[tuple[int, ...]] = ()

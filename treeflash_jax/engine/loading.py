@@ -15,6 +15,7 @@ from treeflash_jax.core.clock import slow
 from treeflash_jax.core.settings import field_names
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Drafter
+from treeflash_jax.drafters.protocol import EITHER
 from treeflash_jax.engine.device_memory import count_bytes, footprint, refuse_if_too_large, usable_memory
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
@@ -181,7 +182,7 @@ def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter
         return None
     config = model_files.read_drafter_config(pair.drafter).fitted(verifier)
     config = draft_vocabulary.limit(config, pair.drafter, verifier.vocab_size)
-    if config.thinking != "either" and bool(config.thinking) != thinking:
+    if config.thinking != EITHER and bool(config.thinking) != thinking:
         states = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
         warn(f"the drafter {states[config.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
     if config.max_positions is not None and config.max_positions < verifier.max_positions:
@@ -191,16 +192,16 @@ def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter
 
 
 def _read_weights(pair: _Pair, dtype: jnp.dtype, mesh: Mesh | None, schemes: tuple[str | None, str | None]) -> Weights:
-    drafter = None
+    drafter_weights = None
     if pair.drafter is not None:
         model_files.check_copies(pair.drafter, pair.verifier)
-        drafter = model_files.load_drafter(pair.drafter, dtype=dtype, mesh=mesh, quantize=schemes[1])[1]
-    config, verifier = model_files.load_verifier(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
-    if drafter is not None:
-        drafter |= draft_vocabulary.load(pair.drafter, drafter, verifier, mesh)
+        drafter_weights = model_files.load_drafter(pair.drafter, dtype=dtype, mesh=mesh, quantize=schemes[1])[1]
+    config, verifier_weights = model_files.load_verifier(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
+    if drafter_weights is not None:
+        drafter_weights |= draft_vocabulary.load(pair.drafter, drafter_weights, verifier_weights, mesh)
     if merges_weights(sharding.device(mesh), config.num_kv_heads, mesh):
-        merge(verifier, config)
-    return Weights(verifier, drafter)
+        merge(verifier_weights, config)
+    return Weights(verifier_weights, drafter_weights)
 
 
 def _available_dtype(name: str) -> jnp.dtype:

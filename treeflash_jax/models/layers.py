@@ -34,7 +34,7 @@ def layer_specs(
     """
     d, f = config.hidden_size, config.intermediate_size
     specs = attention_specs(config) if mixer is None else mixer
-    specs = specs | {name: norm_spec(config, d) for name in ("attention_norm", "mlp_norm")} | added_specs(config)
+    specs = specs | {name: norm_spec(config, d) for name in ("attention_norm", "mlp_norm")} | optional_specs(config)
     if is_sparse:
         specs |= experts.specs(config) | experts.shared_specs(config)
     if is_sparse and not config.dense_beside_experts:
@@ -45,8 +45,8 @@ def layer_specs(
     return specs | {name: Spec((f, d), ("ffn", "embed"), inputs=(1,), outputs=(0,)) for name in GATE_UP}
 
 
-def added_specs(config: ModelConfig) -> dict[str, Spec]:
-    """Returns the specs of a layer's norms after its two parts, and of `finish`."""
+def optional_specs(config: ModelConfig) -> dict[str, Spec]:
+    """Returns the specs of a layer's norms after its two parts, and of `add_input_and_scale`."""
     d, p = config.hidden_size, config.layer_input_size
     specs: dict[str, Spec] = {}
     if config.post_norms:
@@ -281,8 +281,8 @@ def dense_or_experts(params: Params, config: ModelConfig, x_btd: jax.Array) -> j
     return y_btd + weight_bt1 * swiglu(shared, x_btd)
 
 
-def finish(params: Params, config: ModelConfig, x_btd: jax.Array, input_btp: jax.Array | None) -> jax.Array:
-    """Finishes a layer after its feed-forward part: adds the layer's additional input, then multiplies by its scalar."""
+def add_input_and_scale(params: Params, config: ModelConfig, x_btd: jax.Array, input_btp: jax.Array | None) -> jax.Array:
+    """Adds a layer's additional input, then multiplies by the layer's scalar. A layer may have neither."""
     if "input_gate" in params:
         gate_btp = ACTIVATIONS[config.activation](product("btd,pd->btp", x_btd, params["input_gate"]))
         added_btd = product("btp,dp->btd", gate_btp * input_btp, params["input_out"])

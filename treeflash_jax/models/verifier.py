@@ -216,7 +216,7 @@ def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Cal
         mixed_btd, new = kind.mix(weights, config, normed_btd, inputs, state, earlier)
         x_btd = x_btd + layers.post_norm(weights, config, "attention_post_norm", mixed_btd)
         x_btd = x_btd + layers.feed_forward(weights, config, x_btd)
-        x_btd = layers.finish(weights, config, x_btd, input_btp)
+        x_btd = layers.add_input_and_scale(weights, config, x_btd, input_btp)
         return sharding.constrain(x_btd, ("batch", None, None)), new
 
     return layer

@@ -20,13 +20,12 @@ from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import of_device
-from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS, GenerateConfig
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.request_maker import RequestMaker
 
 SERVER_ROUNDS_PER_DISPATCH = 4  # new requests, and the end of cancelled ones, wait for the end of a dispatch
-TOP_LOG_PROBS = 20
 CAPACITY_STEP = 256
 MOST_FAILURES = 3  # number of dispatches that fail in a row before the device counts as lost
 logger = logging.getLogger("treeflash_jax")
@@ -96,7 +95,7 @@ class Worker(threading.Thread):
     def __init__(self, model: TreeFlash, config: GenerateConfig, metrics: Metrics, options: ServeOptions):
         super().__init__(name="treeflash decoding", daemon=True)
         self.model, self.metrics = model, metrics
-        num_top = min(TOP_LOG_PROBS, model.verifier.vocab_size)
+        num_top = min(MAX_TOP_LOG_PROBS, model.verifier.vocab_size)
         config = replace(config, sampling="model", log_probs=True, top_log_probs=num_top)
         self.error: BaseException | None = None
         self.request_maker = RequestMaker(model, config, context=options.context, schema_states=options.schema_states)

@@ -55,7 +55,9 @@ class _Best(NamedTuple):
 def best_first_search(
     inputs: TreeInputs, num_nodes: int, lanes: int | None = None
 ) -> tuple[DraftTree, jax.Array, jax.Array]:
-    """Returns the tree of `best_first`. Also returns, for every node, its index among siblings and if it has children.
+    """Returns the tree of `best_first`.
+
+    Also returns, for every node, its index in its parent's `Expander.children`, and whether there may be children below it.
 
     Args:
       num_nodes, lanes: numbers of nodes and lanes, instead of those in `inputs`.

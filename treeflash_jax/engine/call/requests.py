@@ -86,7 +86,7 @@ def make_requests(
             )
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # an automaton allows `stop_ids` after a whole answer
         drafter_temperature = settings.drafter_temperature
-        if drafter_temperature is None:
+        if drafter_temperature is None:  # `bench.harness.System.settings` has this default in words
             drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
         settings = replace(
             settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop, stop_ids=end_ids

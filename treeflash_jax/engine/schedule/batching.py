@@ -23,9 +23,8 @@ from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
 from treeflash_jax.trees import NO_TOKEN
 
-# Default numbers of slots; the programs of each are compiled once. With SmolLM2 on two CPU cores, one token at a time,
-# 3 prompts take 14 % longer in 4 slots than in 3, and 5 take 20 % longer in 8 slots than in 5. That is 0.2 s for 48 tokens,
-# while programs of another size take 2 s to load.
+# Default numbers of slots; the programs of each are compiled once. Computing a few empty slots takes less time than loading
+# programs of another size: notebooks/results/latency_smollm2.md#defaults-of-cpus.
 BATCH_SIZES = (1, 2, 4, 8)
 REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that changing them rarely recompiles

@@ -1,8 +1,7 @@
 """Defaults that depend on the device: a table per kind of device, and rules that a table cannot hold.
 
 Other defaults are constants of `GenerateConfig` or of a drafter. Defaults of drafting depend on the number of nodes, given
-or default. Times of SmolLM2-135M below are at batch 1 on two cores with avx512_bf16. The tables of measurements are in
-notebooks/results.
+or default. Measurements of CPUs: notebooks/results/latency_smollm2.md#defaults-of-cpus.
 """
 
 import math
@@ -57,20 +56,15 @@ class DeviceDefaults:
 
 # CPUs without matrix instructions for products: every further token makes a pass longer.
 PLAIN_CPU = DeviceDefaults(
-    # With 8 slots, one client gets 9 tokens/s of SmolLM2 and eight together 40; with one slot 30 and 31 (two cores, AVX2).
-    slots=1,
+    slots=1,  # with more, a single client waits for empty slots: notebooks/results/serve_smollm2.md
     prefill_attention="streamed",
-    # Prompts of 40 and 1,500 tokens take 0.31 and 4.8 CPU seconds in passes of 64, 0.45 and 4.2 in passes of 128.
-    prefill_chunk=64,
-    prefill_passes=1,  # a pass takes 0.1 s or more
+    prefill_chunk=64,  # with 128, long prompts are faster and short ones slower
+    prefill_passes=1,  # a pass takes long, and Ctrl-C waits for its end
     ngrams=8,
-    # The second stage of a head takes 85 ms over 49,152 tokens and 16 ms over 32 per depth, at equal tau.
-    shortlist=32,
-    # 1 to 9 % faster than 5 for three of four sets of prompts, 4 % slower for the fourth. With n-grams alone, 2 to 7 %
-    # faster than 16 for all of four sets.
-    nodes=8,
-    candidates=8,  # 16 add 3 ms to a round of 8 nodes and nothing to tau
-    depths=4,  # with two lanes 3 to 5 % faster than the drafters' own
+    shortlist=32,  # the whole vocabulary takes several times as long, at equal tau
+    nodes=8,  # faster than 5 for most prompts: notebooks/results/README.md#speed-of-smollm2-on-a-cpu
+    candidates=8,  # more are slower, at equal tau
+    depths=4,  # with two lanes faster than the drafters' usual trees: notebooks/results/drafters_smollm2.md#number-of-nodes
     lanes=2,
 )
 MATRIX_CPU = replace(PLAIN_CPU, slots=8, nodes=None, candidates=None, depths=None, lanes=None)
@@ -175,8 +169,7 @@ def choose_attention(device: Device, dtype: DTypeLike, head_dims: Collection[int
     CPUs use "streamed" in float32. In bfloat16 they use "xla", because copying a part of the cache takes longer than it
     saves. Hopper GPUs use the kernel in bfloat16, for head sizes of 16, 32, 64 and 128.
     """
-    # With the kernel, rounds of Qwen3-4B with 16, 64 and 256 nodes take 2, 4 and 14 % less time on an H200 after 1,024
-    # tokens, and 4, 19 and 32 % less after 4,096.
+    # With the kernel, rounds take less time, most with many nodes and long texts: notebooks/results/latency_h200.md.
     if device.kind.startswith(HOPPER) and jnp.dtype(dtype) == jnp.bfloat16:
         return "pallas-gpu" if all(16 <= size <= 128 and size.bit_count() == 1 for size in head_dims) else "xla"
     return "streamed" if device.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
@@ -204,9 +197,8 @@ def merges_weights(device: Device, kv_heads: int, mesh: Mesh | None = None) -> b
     """Returns whether matrices of the verifier that read the same input are stored as one array (`verifier.merge`).
 
     Rounds are then faster on GPUs. Nothing is merged if the mesh's model axis does not divide the key/value heads, because
-    each device would then store all queries.
+    each device would then store all queries. Measured: notebooks/results/latency_h200.md#launches.
     """
-    # Merged, a round of 64 nodes of Qwen3-4B takes 6.28 ms instead of 6.65 on an H200. A one-token step takes as long.
     return not device.is_cpu and kv_heads % (1 if mesh is None else mesh.shape["model"]) == 0
 
 

@@ -22,6 +22,7 @@ from treeflash_jax.trees.shape import MAX_NODES, TreeShape
 
 MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
 MAX_DEPTH = 16
+MAX_TOP_LOG_PROBS = 20
 MAX_TEMPERATURE = 10**6  # every token is then equally likely; noise times 1e38 would leave float32
 REFUSED = {  # settings of other libraries, rejected with an explanation
     "num_beams": "is not supported: beam search does not sample from the verifier",
@@ -297,7 +298,11 @@ class GenerateConfig:
     )
     log_probs: bool = running_setting(False, "also return the verifier's log-probability of every token")
     top_log_probs: int = running_setting(
-        0, "also return this many of the likeliest tokens for the position of every token", least=0, most=20, unit="tokens"
+        0,
+        "also return this many of the likeliest tokens for the position of every token",
+        least=0,
+        most=MAX_TOP_LOG_PROBS,
+        unit="tokens",
     )
     prompt_log_probs: bool = running_setting(
         False, "also return the log-probabilities of the prompt's tokens; max_new_tokens may then be 0"

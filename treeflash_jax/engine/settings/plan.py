@@ -1,6 +1,6 @@
 """Plans of the compiled programs from the settings of a call, a pair and a device.
 
-Compiled code sees only the plan. Defaults of drafting depend on the number of nodes, given or default.
+Compiled code sees only the plan.
 """
 
 import hashlib

@@ -13,6 +13,8 @@ from treeflash_jax.formats.architectures import rope
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers (`models.layer_kinds`)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
@@ -85,7 +87,7 @@ class Architecture:
     keys: tuple[Key, ...]
     constants: Mapping[str, Any]
     only: Mapping[str, tuple[Any, ...]]
-    layer_types: Collection[str] = ("full_attention",)
+    layer_types: Collection[str] = (FULL,)
     inert: frozenset[str]
     derive: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = lambda keys, fields: {}
     derived: tuple[str, ...] = ()

@@ -15,9 +15,8 @@ from typing import Any
 
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures import gemma4_gguf, rope
-from treeflash_jax.formats.architectures.architecture import Architecture, Key
+from treeflash_jax.formats.architectures.architecture import FULL, SLIDING, Architecture, Key
 from treeflash_jax.formats.architectures.dense import AS_ON_DISK, INERT, LAYER, LINEAR, OUTSIDE, size_keys
-from treeflash_jax.formats.architectures.gemma4_gguf import FULL, SLIDING
 from treeflash_jax.formats.architectures.image_and_text import text_tensors
 from treeflash_jax.formats.architectures.qwen3_moe import FUSED, MAX_EXPERTS
 from treeflash_jax.formats.keys import Keys

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from treeflash_jax.formats.architectures.architecture import FULL, SLIDING
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_DIVISORS = "rope_freqs.weight"  # divisors for full attention: 1 for pairs that are rotated
 NAMES = {
     "layer_scalar": "layer_output_scale.weight",

@@ -14,7 +14,7 @@ import numpy as np
 
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures import qwen3_moe
-from treeflash_jax.formats.architectures.architecture import Key
+from treeflash_jax.formats.architectures.architecture import FULL, SLIDING, Key
 from treeflash_jax.formats.architectures.dense import AS_ON_DISK, INERT, LINEAR, ONLY, QWEN2, size_keys
 from treeflash_jax.formats.grouped_tensors import map_parts
 from treeflash_jax.formats.keys import Keys
@@ -71,9 +71,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of experts, the kind of each layer and the window."""
     keys.table("quantization_config").check_only({"quant_method": ("mxfp4",)})
     window = keys.whole("sliding_window", 128)
-    types = keys.raw.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(fields["num_layers"])
-    ]
+    types = keys.raw.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(fields["num_layers"])]
     return {"layer_types": tuple(types), "window": window} | qwen3_moe.derive(keys, fields)
 
 
@@ -105,7 +103,7 @@ GPT_OSS = replace(
         qk_norm=False, qkv_bias=True, o_bias=True, attention_sinks=True, normalize_experts=True, expert_biases=True
     ),
     only=ONLY | {"attention_bias": (True,), "swiglu_alpha": (1.702,)},
-    layer_types=("sliding_attention", "full_attention"),
+    layer_types=(SLIDING, FULL),
     rope_theta=150_000.0,
     rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     inert=INERT | {"router_aux_loss_coef", "output_router_logits", "experts_per_token", "initial_context_length"},

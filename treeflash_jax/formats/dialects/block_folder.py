@@ -21,6 +21,7 @@ from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_tar
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
 from treeflash_jax.formats import architectures
 from treeflash_jax.formats.architectures import ARCHITECTURES
+from treeflash_jax.formats.architectures.architecture import FULL, SLIDING
 from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys, find_key
@@ -37,7 +38,6 @@ CONVOLUTIONS = {  # convolutions of a layer
 LISTED = {"unembed": Entry("lm_head.weight", order=(0, 1)), "offsets": Entry("d2t")}  # tensors of a draft vocabulary
 CAP = "final_logit_softcapping"
 ALIGNMENT = ("shift_label", "sample_from_anchor")
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class BlockFolder(Dialect):

@@ -15,13 +15,13 @@ import numpy as np
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats import gguf_blocks, gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
+from treeflash_jax.formats.architectures.gemma4_gguf import ROPE_DIVISORS
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf_reader import File, GgufTensor
 from treeflash_jax.formats.gguf_tokenizer import end_ids
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
-_ROPE_DIVISORS = "rope_freqs.weight"
 _SIZES = {  # keys of config.json: keys of the architecture
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -70,7 +70,7 @@ class Gguf(Dialect):
         outputs accordingly.
         """
         tensors = dict(gguf_reader.read(path).tensors)
-        tensors.pop(_ROPE_DIVISORS, None)  # part of the config
+        tensors.pop(ROPE_DIVISORS, None)  # part of the config
         architecture = ARCHITECTURES[config.model_type]
         tensors = {name: tensor for name, tensor in tensors.items() if architecture.gguf_reads(name, config)}
         if architecture.gguf_rotates_pairs:
@@ -153,10 +153,10 @@ def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str
         keys.check_only({"rope.scaling.factor": (0, 1)})  # if there is no type, llama.cpp divides frequencies by this
     if scaling != "yarn":
         keys.check_only({"rope.scaling.attn_factor": (1,)})
-    raw, tensor = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}, file.tensors.get(_ROPE_DIVISORS)
+    raw, tensor = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}, file.tensors.get(ROPE_DIVISORS)
     if scaling == "yarn":
         if tensor is not None:
-            raise ValueError(f"{file.path}: got {_ROPE_DIVISORS} beside rope.scaling.type 'yarn', expected one of them")
+            raise ValueError(f"{file.path}: got {ROPE_DIVISORS} beside rope.scaling.type 'yarn', expected one of them")
         factor = keys.number("rope.scaling.factor")
         return raw | {
             "rope_type": "yarn",
@@ -169,6 +169,6 @@ def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str
     if tensor is None:
         return raw
     if tensor.shape != (head_dim // 2,):
-        raise ValueError(f"{file.path}: tensor {_ROPE_DIVISORS} has shape {list(tensor.shape)}, expected [{head_dim // 2}]")
+        raise ValueError(f"{file.path}: tensor {ROPE_DIVISORS} has shape {list(tensor.shape)}, expected [{head_dim // 2}]")
     divisors = tensor[:].tolist()
     return raw | {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}

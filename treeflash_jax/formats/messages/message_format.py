@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -10,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from treeflash_jax.core.checks import parse_json
+from treeflash_jax.core.conversion import SURROGATES
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, such as JSON's \\ud800, which UTF-8 cannot encode
 Tag = Mapping[str, Any]  # a structural tag, see constraints
 
 
@@ -228,4 +227,4 @@ def make_call(name: Any, arguments: Any) -> Call:
             value = None
         arguments = value if isinstance(value, dict) else arguments
     text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
-    return Call(SURROGATE.sub("\ufffd", str(name)), SURROGATE.sub("\ufffd", text))
+    return Call(SURROGATES.sub("\ufffd", str(name)), SURROGATES.sub("\ufffd", text))

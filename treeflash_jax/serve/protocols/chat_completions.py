@@ -5,6 +5,7 @@ from typing import Any
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.call.prompts import Chat
+from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS
 from treeflash_jax.formats.messages.message_format import Content, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import chat_form
@@ -13,7 +14,6 @@ from treeflash_jax.serve.protocols.exchange import Event, Served
 from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
 from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
 from treeflash_jax.serve.protocols.tool_choices import flat_choice, offered_tools
-from treeflash_jax.serve.worker import TOP_LOG_PROBS
 
 
 class ChatBody(Body):
@@ -57,7 +57,7 @@ class ChatExchange(ChoicesExchange):
         body = self.body
         top = body.top_logprobs or 0
         expect(body.logprobs or not top, "top_logprobs", top, "logprobs true with it")
-        expect(0 <= top <= TOP_LOG_PROBS, "top_logprobs", top, f"0 to {TOP_LOG_PROBS}")
+        expect(0 <= top <= MAX_TOP_LOG_PROBS, "top_logprobs", top, f"0 to {MAX_TOP_LOG_PROBS}")
         chat = Chat(body.messages, continued=bool(body.continue_final_message), template=body.template_arguments())
         functions, is_parallel = check_tools(body.tools or []), body.parallel_tool_calls is not False
         return ServerCall(
