@@ -19,7 +19,7 @@ from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import vocab
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized
 
 NAME = "draft_vocabulary.json"
 SHARE = 6  # one token in SHARE is listed

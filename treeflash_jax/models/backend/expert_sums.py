@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.models.backend import block_scales, expert_products
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized
 
 STEP_INPUTS = 8  # inputs of a matrix that a CPU adds up at a time
 BLOCK = 256  # tokens computed at a time: with more, time goes into products, not into reading weights
