@@ -21,9 +21,9 @@ from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.models import packed_attention, vocab
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.kv_cache import NewKV
 from treeflash_jax.models.packed_attention import BlockRule, PackedMask
-from treeflash_jax.trees import pick
 
 
 @struct.dataclass

@@ -23,6 +23,7 @@ from treeflash_jax.decoding.choosing import choose_trees
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.models import caches, kernels, verifier
+from treeflash_jax.models.backend.indexing import pick
 
 Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution of its nodes if they were drawn
 
@@ -82,7 +83,7 @@ def keep_path(verified: Verified, accepted: Accepted, length: int) -> tuple[Veri
         return jnp.pad(x_bp, ((0, 0), (0, length - x_bp.shape[1]), *((0, 0),) * (x_bp.ndim - 2)))
 
     def cut(x_bn: jax.Array) -> jax.Array:
-        return pad(trees.pick(x_bn, accepted.path_bp))
+        return pad(pick(x_bn, accepted.path_bp))
 
     kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.new))
     path_bp = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (accepted.length_b.size, length))
@@ -169,7 +170,7 @@ def commit_path(
         state, kept_b = emit(state, *tokens, vocab_size=vocab_size, processor=weights.processor)
         drafter = state.drafter
         if plan.drafts:
-            features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
+            features_bpj = pick(verified.features_btj, accepted.path_bp)
             drafter = plan.shared.loaded_drafter.extend(
                 weights.drafter,
                 weights.verifier,

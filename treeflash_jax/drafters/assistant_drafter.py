@@ -34,9 +34,10 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
-from treeflash_jax.drafters.protocol import Inputs, State, at_last, require_fit, require_sizes
+from treeflash_jax.drafters.protocol import Inputs, State, require_fit, require_sizes
 from treeflash_jax.models import layers, quantized, verifier, vocab
 from treeflash_jax.models.backend import selection
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import LayerKV

@@ -27,9 +27,10 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, require_sizes
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_sizes
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
 

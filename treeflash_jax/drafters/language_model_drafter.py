@@ -23,7 +23,6 @@ from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import (
     ContextState,
     Inputs,
-    at_last,
     draft_ids,
     listed_specs,
     require_fit,
@@ -32,6 +31,7 @@ from treeflash_jax.drafters.protocol import (
 from treeflash_jax.drafters.steering import SteeredState, Steering
 from treeflash_jax.models import verifier as model
 from treeflash_jax.models import vocab
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
 

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, listed_specs, require_sizes
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs, require_sizes
 from treeflash_jax.models import layers, quantized, verifier, vocab
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
 

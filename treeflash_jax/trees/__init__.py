@@ -17,9 +17,10 @@ ranked by which tokens they are: that would change their distribution.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.trees.best_first import best_first
 from treeflash_jax.trees.chains import chain, walk
-from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, pick, root_only
+from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, root_only
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.sampled.draw_tokens import draw_noise
 from treeflash_jax.trees.sampled.paths import delayed, delayed_size, paths
