@@ -26,8 +26,8 @@ VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
 
 
 @struct.dataclass
-class Accepted:
-    """The accepted path of a round, before any cut at a stop id or limit.
+class EmittedPath:
+    """The accepted path of a round and the tokens that it emits, before any cut at a stop id or limit.
 
     Attributes:
       path_bp: accepted nodes, root first.
@@ -51,7 +51,7 @@ def accept_path(
     logits_bnv: jax.Array,
     plan: DecodePlan,
     processor: Any = None,
-) -> Accepted:
+) -> EmittedPath:
     """Returns the path that the plan's rule keeps, and the tokens that it emits.
 
     Args:
@@ -74,7 +74,7 @@ def accept_path(
             log_probs = _log_probs(pick(logits_bnv, result.path_bp), emitted_bp, plan.shared.top_log_probs)
         if plan.shared.expected_lengths:
             expected_b = jnp.sum(acceptance.RULES[plan.rule].weights(tree, proposal, target), axis=1)
-        return Accepted(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
+        return EmittedPath(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
 
 
 def emit_first_token(

@@ -17,7 +17,7 @@ from jax import lax
 
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
-from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path, emit, round_keys
+from treeflash_jax.decoding.accepting import DRAFT_STREAM, EmittedPath, accept_path, emit, round_keys
 from treeflash_jax.decoding.automaton import ConstrainedExpander
 from treeflash_jax.decoding.choosing import choose_trees
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
@@ -53,7 +53,7 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
 
 def _verify_if_drafted(
     weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
-) -> tuple[Verified, Accepted]:
+) -> tuple[Verified, EmittedPath]:
     """Verifies and accepts. If every draft tree is empty, only the roots are verified, as fast as a one-token step.
 
     The choice depends on the text alone, so the output stays exact although the roots use another rule. With a sampled
@@ -61,7 +61,7 @@ def _verify_if_drafted(
     """
     root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
-    def kept(*tree_and_plan) -> tuple[Verified, Accepted]:
+    def kept(*tree_and_plan) -> tuple[Verified, EmittedPath]:
         return keep_path(*verify_and_accept(weights, state, *tree_and_plan), plan.path_length)
 
     is_drafted = jnp.any(tree.valid_bn[:, 1:] & ~state.done_b[:, None])
@@ -70,13 +70,13 @@ def _verify_if_drafted(
 
 def verify_and_accept(
     weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
-) -> tuple[Verified, Accepted]:
+) -> tuple[Verified, EmittedPath]:
     """Verifies a tree in one pass and returns the path that the plan's rule keeps."""
     verified = verify_tree(weights, state, tree, plan)
     return verified, accept_path(state, tree, proposal, verified.logits_bnv, plan, weights.processor)
 
 
-def keep_path(verified: Verified, accepted: Accepted, length: int) -> tuple[Verified, Accepted]:
+def keep_path(verified: Verified, accepted: EmittedPath, length: int) -> tuple[Verified, EmittedPath]:
     """Cuts the outputs for a tree to its accepted path, padded to `length` nodes, as `commit_path` needs them."""
 
     def pad(x_bp: jax.Array) -> jax.Array:
@@ -150,7 +150,7 @@ def commit_path(
     weights: Weights,
     state: DecodeState,
     verified: Verified,
-    accepted: Accepted,
+    accepted: EmittedPath,
     plan: DecodePlan,
 ) -> DecodeState:
     """Returns the state after the round, with the positions of the accepted path in both caches."""
