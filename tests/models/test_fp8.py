@@ -203,8 +203,7 @@ def test_experts_are_those_of_the_dense_weights(tokens, scheme, block):
     forms = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
     for form in forms:
         got, expected = (
-            jax.jit(partial(form, join=expert_sums.silu_join))(weights, x_nd, weight_nk, ids_nk)
-            for weights in (small, dense)
+            jax.jit(partial(form, gate=experts.silu_gate))(weights, x_nd, weight_nk, ids_nk) for weights in (small, dense)
         )
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12, err_msg=form.__name__)
 
