@@ -34,7 +34,7 @@ from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 

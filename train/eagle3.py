@@ -50,7 +50,7 @@ from treeflash_jax.models import layers, vocab
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import MAX_BLOCKS
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 
 @dataclass(frozen=True, kw_only=True)

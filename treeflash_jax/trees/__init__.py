@@ -27,8 +27,7 @@ from treeflash_jax.trees.sampled.paths import delayed, delayed_size, paths
 from treeflash_jax.trees.sampled.proposal import Proposal
 from treeflash_jax.trees.sampled.skeleton import skeleton_chains
 from treeflash_jax.trees.sampled.without_replacement import without_replacement
-from treeflash_jax.trees.shape import TreeShape
-from treeflash_jax.trees.tree_inputs import TreeInputs
+from treeflash_jax.trees.tree_inputs import TreeInputs, TreeShape
 
 Build = Callable[[TreeInputs], tuple[DraftTree, Proposal | None]]
 
