@@ -28,7 +28,7 @@ def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
 
 def gathered_shapes() -> list[tuple[int, ...]]:
     """Shapes that devices gather from each other in the rounds that are compiled."""
-    text = "".join(program.compiled.as_text() for program in programs.compiled(loops.decode))
+    text = "".join(program.executable.as_text() for program in programs.compiled(loops.decode))
     assert " all-reduce(" in text, "devices share the rounds"
     return [tuple(map(int, sizes.split(","))) for sizes in re.findall(r"= \(?\w+\[([\d,]+)\][^=]* all-gather", text)]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 FLOAT = {"quant_method": "compressed-tensors", "format": "float-quantized"}

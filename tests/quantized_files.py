@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from treeflash_jax.formats import tensor_files
 from treeflash_jax.models.backend import block_scales
-from treeflash_jax.models.quantized import is_quantized
+from treeflash_jax.models.quantized_weight import is_quantized
 
 GROUP = 16
 PACK = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*router.*"]}

@@ -34,7 +34,7 @@ from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 
@@ -121,7 +121,7 @@ class DrafterStage(BlockStage):
         return WITH_HEAD if "head" in self.trains else super().systems
 
     def drafter_config(self, model: ModelConfig, start: None) -> BlockDrafter:
-        config = BlockDrafter(
+        drafter = BlockDrafter(
             layers=fresh_layers(model, self.num_layers),
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
@@ -139,7 +139,7 @@ class DrafterStage(BlockStage):
                     f"got initial_layers {list(copied)}, expected {self.num_layers} verifier layers from 0 to "
                     f"{model.num_layers - 1}, or none if those layers are of another kind than a drafter's"
                 )
-        return config.fitted(model)
+        return drafter.fitted(model)
 
     def fresh(self, drafter: BlockDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         specs = drafter.specs()

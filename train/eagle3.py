@@ -47,10 +47,10 @@ from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter, default_taps
 from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.formats.draft_vocabulary import most_frequent
 from treeflash_jax.models import layers, vocab
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import MAX_BLOCKS
-from treeflash_jax.trees import pick
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 CANDIDATES = 16  # candidates per depth, the same on every machine
 

@@ -36,10 +36,10 @@ from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.models import quantized, vocab
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import PackedMask
 from treeflash_jax.models.verifier import forward
-from treeflash_jax.trees import pick
 
 MODEL = ("embed", "groups", "norm", "unembed")  # weights of the small model without its steering
 

@@ -26,7 +26,7 @@ from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.ngram import NgramDrafter
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 NGRAMS = "n-grams alone"  # name of a system
 

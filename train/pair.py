@@ -24,7 +24,7 @@ import jax
 from train import measure, respond
 from train.data import answers
 from train.pairing.compose import MEASURE_SECONDS, Composer, PairConfig
-from train.pairing.stages import STAGES, StageInputs
+from train.pairing.stages import PAIR_STAGES, StageInputs
 from train.runtime import hosts, run_config, watch
 from treeflash_jax.bench.report import format_interval
 from treeflash_jax.core import files
@@ -48,7 +48,7 @@ def main(settings: PairConfig) -> None:
 def run_stages(composer: Composer, begun: StageInputs) -> None:
     """Runs the stages that have not finished with these inputs."""
     began, settings = time.perf_counter(), composer.settings
-    needed = [stage for stage in STAGES if stage.name != "ask" or composer.num_questions]
+    needed = [stage for stage in PAIR_STAGES if stage.name != "ask" or composer.num_questions]
     for number, stage in enumerate(needed, start=1):
         toml = settings.path(f"{stage.name}.toml")
         hosts.say(f"\n{number} of {len(needed)}: python -m train.{stage.name} {shlex.quote(str(toml))}")

@@ -24,7 +24,7 @@ from treeflash_jax.bench import cycles, memory
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.models import quantized
 from treeflash_jax.models.backend import block_products
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized
 
 WIDTH, INNER, LAYERS = 2560, 9728, 4
 CHIPS = ("v5e:2x2", "v6e:2x2")

@@ -64,7 +64,7 @@ def test_float32_is_float32_on_accelerators(monkeypatch):
     def precision(dtype):
         x = jnp.ones((3, 3), dtype)
         programs.call(jax.jit(lambda x: x @ x), x)
-        return "highest" in programs.compiled()[-1].compiled.as_text()
+        return "highest" in programs.compiled()[-1].executable.as_text()
 
     with jax.default_matmul_precision(None):
         assert not precision(jnp.float32)

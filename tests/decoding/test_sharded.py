@@ -38,7 +38,7 @@ def test_eight_devices_answer_as_one_with_weights_and_caches_in_shards():
     assert weights.verifier["groups"][0][0]["q"].sharding.spec == PartitionSpec("model", None, None)
     assert weights.drafter["head"]["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
     drafted, _ = programs.compiled(loops.decode)
-    state = drafted.compiled.output_shardings
+    state = drafted.executable.output_shardings
     for cache in (state.cache, state.drafter.context):
         for sharding in jax.tree.leaves(cache.states):
             assert sharding.spec[:3] == ("data", None, "model")

@@ -9,8 +9,8 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
-from treeflash_jax.engine.call.requests import take_recommended
 from treeflash_jax.engine.settings import pairs
+from treeflash_jax.engine.settings.recommended import take_recommended
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "eos_token_id": 2}
 

@@ -15,8 +15,8 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.formats import dialects, model_files
-from treeflash_jax.models import quantized
 from treeflash_jax.models.config import KindSizes, ModelConfig, Rope
+from treeflash_jax.models.quantized_weight import Quantized
 
 FOLDER = DATA / "hybrid"
 RAW = {name: json.loads((FOLDER / name / "config.json").read_text()) for name in ("gemma4", "gemma4_moe", "gemma4_edge")}
@@ -164,9 +164,9 @@ def test_a_mesh_reads_the_same_weights(name):
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_the_table_of_each_layers_inputs_keeps_its_dtype(scheme):
     _, params = model_files.load_verifier(FOLDER / "gemma4_edge", quantize=scheme)
-    assert params["input_embed"].dtype == np.float32 and isinstance(params["input_map"], quantized.Quantized)
+    assert params["input_embed"].dtype == np.float32 and isinstance(params["input_map"], Quantized)
     layer = params["groups"][0][0]
-    wide = {name for name, x in layer.items() if not isinstance(x, quantized.Quantized)}
+    wide = {name for name, x in layer.items() if not isinstance(x, Quantized)}
     assert wide == {name for name in layer if "norm" in name} | {"scalar"}
 
 

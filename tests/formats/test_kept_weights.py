@@ -21,7 +21,7 @@ from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import device_bytes
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.grouped_tensors import GroupedTensor
-from treeflash_jax.models.quantized import is_quantized
+from treeflash_jax.models.quantized_weight import is_quantized
 
 SOURCE = FOLDERS["verifier"]
 

@@ -22,8 +22,8 @@ from safetensors.numpy import load_file, save_file
 from treeflash_jax import make_mesh
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.formats import model_files, storage, tensor_files
-from treeflash_jax.models import quantized
 from treeflash_jax.models.config import Rope
+from treeflash_jax.models.quantized_weight import Quantized
 
 QWEN2, FOLDER = DATA / "qwen2", DATA / "qwen3_moe"
 RAW = json.loads((FOLDER / "apart" / "config.json").read_text())
@@ -57,7 +57,7 @@ def test_a_mesh_computes_as_one_device():
 
 def test_biases_stay_wide_in_int8():
     layer = model_files.load_verifier(QWEN2, quantize="int8")[1]["groups"][0][0]
-    assert isinstance(layer["q"], quantized.Quantized) and layer["q_bias"].dtype == jnp.float32
+    assert isinstance(layer["q"], Quantized) and layer["q_bias"].dtype == jnp.float32
 
 
 def test_a_new_drafter_has_the_published_kind_of_layers():

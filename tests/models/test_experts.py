@@ -23,11 +23,11 @@ CONFIG = replace(RANDOM_MODEL, hidden_size=8, num_experts=6, experts_per_token=2
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-@partial(jax.jit, static_argnames="join")
-def run_every_form(*operands, join):
+@partial(jax.jit, static_argnames="gate")
+def run_every_form(*operands, gate):
     names = "all_experts", "gather_in_steps", "gather_and_reduce", "one_by_one", "sum_experts"
     forms = [getattr(expert_sums, name) for name in names]
-    return {form.__name__: form(*operands, join) for form in forms}
+    return {form.__name__: form(*operands, gate) for form in forms}
 
 
 route, mixture = (jax.jit(function, static_argnames="config") for function in (experts.route, experts.mixture))
@@ -100,7 +100,7 @@ def test_every_form_is_the_loop_over_tokens_and_experts(name):
     expect = {"ties": counts_x[:2].sum() == 18, "one expert for all": counts_x[4] == 9}
     assert expect.get(name, True) and (name != "an expert no token picks" or counts_x[4] == 0)
     without_nd, _ = oracle({key: x for key, x in weights.items() if key != "expert_down_bias"}, config, x_nd)
-    for form, got_nd in run_every_form(given, jnp.asarray(x_nd), weight_nk, ids_nk, join=experts.find_join(config)).items():
+    for form, got_nd in run_every_form(given, jnp.asarray(x_nd), weight_nk, ids_nk, gate=experts.find_gate(config)).items():
         np.testing.assert_allclose(got_nd, without_nd, atol=1e-12, err_msg=form)
     got_btd = mixture(given, config, x_nd[None])
     np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)
@@ -170,7 +170,7 @@ def test_tpus_read_matrices_in_the_layout_that_they_have():
     weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     routed = (jax.ShapeDtypeStruct((9, 2), dtype) for dtype in (jnp.float32, jnp.int32))
     x_nd = jax.ShapeDtypeStruct((9, 320), jnp.bfloat16)
-    traced = jax.jit(partial(expert_sums.sum_experts, join=expert_sums.silu_join)).trace(weights, x_nd, *routed)
+    traced = jax.jit(partial(expert_sums.sum_experts, gate=experts.silu_gate)).trace(weights, x_nd, *routed)
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
     assert {name: text.count("LayoutConstraint") for name, text in texts.items()} == {"cpu": 0, "cuda": 0, "tpu": 3}
 
@@ -192,7 +192,7 @@ def test_a_loop_on_a_tpu_copies_no_experts():
     def run(layers, x_nd, *routed):
         def step(_, x_nd):
             for weights in layers:
-                x_nd = x_nd + expert_sums.sum_experts(weights, x_nd, *routed, expert_sums.silu_join).astype(x_nd.dtype)
+                x_nd = x_nd + expert_sums.sum_experts(weights, x_nd, *routed, experts.silu_gate).astype(x_nd.dtype)
             return x_nd
 
         return jax.lax.fori_loop(0, 5, step, x_nd)

@@ -27,7 +27,7 @@ from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.models import experts, kernels, layers, quantized, verifier
 from treeflash_jax.models.backend import block_products, block_scales, expert_products, expert_sums
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized, is_quantized
 
 WIDE = replace(RANDOM_MODEL, hidden_size=320, intermediate_size=1024, num_layers=1, head_dim=96)
 EXPERTS = replace(
@@ -203,8 +203,7 @@ def test_experts_are_those_of_the_dense_weights(tokens, scheme, block):
     forms = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
     for form in forms:
         got, expected = (
-            jax.jit(partial(form, join=expert_sums.silu_join))(weights, x_nd, weight_nk, ids_nk)
-            for weights in (small, dense)
+            jax.jit(partial(form, gate=experts.silu_gate))(weights, x_nd, weight_nk, ids_nk) for weights in (small, dense)
         )
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12, err_msg=form.__name__)
 
@@ -267,7 +266,7 @@ def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, leng
             zero=jnp.asarray(draw(layer["down"].shape[0], 1)), minimum=layer["down"].scale
         )
         widen = lambda x: block_scales.widen(x, jnp.float64) if isinstance(x, Quantized) else x  # noqa: E731
-        dense = jax.tree.map(widen, jax.device_get(small), is_leaf=quantized.is_quantized)
+        dense = jax.tree.map(widen, jax.device_get(small), is_leaf=is_quantized)
         if is_merged:
             verifier.merge(small, SMALL)
     tokens = jnp.arange(sizes[0] * length).reshape(sizes[0], length)

@@ -18,9 +18,10 @@ from conftest import DATA
 
 from treeflash_jax.core import parameters
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import caches, kernels, quantized, verifier
+from treeflash_jax.models import caches, kernels, verifier
 from treeflash_jax.models.backend import block_scales
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.quantized_weight import Quantized
 
 GEMMAS = ("gemma4", "gemma4_moe", "gemma4_edge")
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "gpt_oss", *GEMMAS)
@@ -196,7 +197,7 @@ def test_the_kernel_for_tpus_is_a_choice():
 
 def widened(spec: parameters.Spec, x: Any) -> jax.Array:
     """A weight in 8 bits as its numbers."""
-    if not isinstance(x, quantized.Quantized):
+    if not isinstance(x, Quantized):
         return x
     return block_scales.widen(x, x.dtype) if x.block else x.values * jnp.expand_dims(x.scale, spec.inputs)
 
@@ -218,7 +219,7 @@ def test_int8_rounds_the_maps_and_nothing_else():
     config, _, expected = load("qwen3_5")
     rounded = model_files.load_verifier(DATA / "hybrid" / "qwen3_5", quantize="int8")[1]
     delta, attention = rounded["groups"][0][0], rounded["groups"][1][0]
-    wide = {name for layer in (delta, attention) for name, x in layer.items() if not isinstance(x, quantized.Quantized)}
+    wide = {name for layer in (delta, attention) for name, x in layer.items() if not isinstance(x, Quantized)}
     assert wide == {
         "attention_norm", "mlp_norm", "conv", "log_rate", "time_bias", "gated_norm", "q_norm", "k_norm",
     }  # fmt: skip

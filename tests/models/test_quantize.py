@@ -27,7 +27,8 @@ from treeflash_jax.engine import loading
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import layers, quantized, verifier
-from treeflash_jax.models.quantized import Quantized, quantize_channels
+from treeflash_jax.models.quantized import quantize_channels
+from treeflash_jax.models.quantized_weight import Quantized
 from treeflash_jax.models.vocab import embed, unembed
 
 SMALL = replace(RANDOM_MODEL, num_layers=1)

@@ -25,7 +25,7 @@ from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.selector_head import SelectorHeadSizes
 from treeflash_jax.models import verifier
-from treeflash_jax.trees import pick
+from treeflash_jax.models.backend.indexing import pick
 
 MODEL = dataclasses.replace(toy_training.MODEL, num_layers=2)
 DRAFTER = dataclasses.replace(toy_training.DRAFTER, taps=(0, 1), num_target_layers=2)

@@ -75,9 +75,9 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hy
     def stopped(stage):
         return replace(stage, main=Mock(side_effect=KeyboardInterrupt)) if stage.name == "export" else stage
 
-    monkeypatch.setattr(pair, "STAGES", tuple(map(watched, stages.STAGES)))
+    monkeypatch.setattr(pair, "PAIR_STAGES", tuple(map(watched, stages.PAIR_STAGES)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(pair, "STAGES", tuple(map(stopped, pair.STAGES)))
+        patch.setattr(pair, "PAIR_STAGES", tuple(map(stopped, pair.PAIR_STAGES)))
         pair.main(settings)
     assert ran == ["respond", "drafter"]
     shown = capsys.readouterr().out
@@ -196,7 +196,7 @@ def rehearsed(tmp_path, monkeypatch):
         composer.answers.train["x"] = packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * count, 2)
 
     monkeypatch.setattr(compose.Composer, "read_answers", read_answers)
-    monkeypatch.setattr(pair, "STAGES", tuple(map(rehearse, stages.STAGES)))
+    monkeypatch.setattr(pair, "PAIR_STAGES", tuple(map(rehearse, stages.PAIR_STAGES)))
     monkeypatch.setattr(pair, "conclude", lambda *_: None)
 
     def run(settings):
@@ -240,7 +240,7 @@ def test_a_rerun_redoes_what_depends_on_the_change(prompts, tmp_path, rehearsed,
         assert "model" in before and "responses.jsonl" not in before, "what grows continues"
         assert ("drafter" in before) == (word == "num_prompts=11"), "other answers, and no more steps"
     elif again:
-        [first] = [stage.writes.rstrip("*") for stage in stages.STAGES if stage.name == again[0]]
+        [first] = [stage.writes.rstrip("*") for stage in stages.PAIR_STAGES if stage.name == again[0]]
         assert first in before
 
 
@@ -313,7 +313,7 @@ def test_another_verifier_is_refused(prompts, tmp_path, rehearsed, capsys):
 
 
 def test_every_setting_belongs_to_a_stage():
-    given = {name for stage in stages.STAGES for name in (*stages.ALWAYS_GIVEN, *stage.given)}
+    given = {name for stage in stages.PAIR_STAGES for name in (*stages.ALWAYS_GIVEN, *stage.given)}
     assert {field.name for field in fields(compose.PairConfig)} - given == {
         "out", "num_prompts", "questions", "steps", "passes", "anyway", "mesh",
     }  # fmt: skip

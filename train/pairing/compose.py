@@ -36,7 +36,7 @@ from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 USUAL_STEPS, LEAST_STEPS = 200, 50
 MEASURED_LENGTHS = 512  # number of prompts from which the longest allowed length is chosen

@@ -74,7 +74,7 @@ class Stage:
             path.rename(target)
 
 
-STAGES = (
+PAIR_STAGES = (
     Stage(
         name="ask",
         main=ask.main,

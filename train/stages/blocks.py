@@ -21,9 +21,9 @@ from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.models import packed_attention, vocab
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.kv_cache import NewKV
 from treeflash_jax.models.packed_attention import BlockRule, PackedMask
-from treeflash_jax.trees import pick
 
 
 @struct.dataclass
@@ -77,7 +77,7 @@ def sample_blocks(batch: PackedBatch, num_anchors: int, size: int, decay: float,
 
 def hidden_states(
     params: Params,
-    config: BlockDrafter,
+    drafter: BlockDrafter,
     embed_vd: jax.Array,
     batch: PackedBatch,
     context: NewKV,
@@ -85,19 +85,19 @@ def hidden_states(
     attention: str = "chunked",
 ) -> jax.Array:
     """Returns the hidden states of `BlockDrafter.draft_block` at every anchor, [b, n, i, d], before the final norm."""
-    size = config.block_size
+    size = drafter.block_size
     batch_size, count = anchors_bn.shape
     positions_bni = pick(batch.positions_bt, anchors_bn)[:, :, None] + jnp.arange(size)
-    tokens_bni = jnp.full((batch_size, count, size), config.mask_token_id)
+    tokens_bni = jnp.full((batch_size, count, size), drafter.mask_token_id)
     tokens_bni = tokens_bni.at[:, :, 0].set(pick(batch.tokens_bt, anchors_bn))
     x_btd = sharding.constrain(
-        vocab.embed(embed_vd, tokens_bni.reshape(batch_size, -1), config.embedding_factor), ("batch", None, None)
+        vocab.embed(embed_vd, tokens_bni.reshape(batch_size, -1), drafter.embedding_factor), ("batch", None, None)
     )
 
     def attend(q_bthe, k_btke, v_btke, context):
         return block_attention(q_bthe, k_btke, v_btke, *context, anchors_bn, batch.segments_bt, attention)
 
-    x_btd = backbone.through_layers(params, config.layers, x_btd, positions_bni.reshape(batch_size, -1), context, attend)
+    x_btd = backbone.through_layers(params, drafter.layers, x_btd, positions_bni.reshape(batch_size, -1), context, attend)
     return x_btd.reshape(batch_size, count, size, -1)
 
 

@@ -110,9 +110,9 @@ class DraftingStage(ABC):
 
     @abstractmethod
     def drafter_config(self, model: ModelConfig, start: Any) -> Any:
-        """Returns the config of the drafter for this verifier. Raises ValueError if they do not fit.
+        """Returns the drafter for this verifier. Raises ValueError if they do not fit.
 
-        `start` is the config of the drafter that `starts_from` names, or None.
+        `start` is the drafter that `starts_from` names, or None.
         """
 
     def derived(self, drafter: Any, counts_v: np.ndarray) -> dict[str, np.ndarray]:
@@ -164,7 +164,7 @@ def read_verifier(settings: DraftingStage) -> tuple[Path, ModelConfig, Tokenizer
 
 
 def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Drafter:
-    """Returns the config of the drafter, with the facts about its training that will be recorded in its files."""
+    """Returns the drafter, with the facts about its training that will be recorded in its files."""
     start = model_files.read_drafter_config(locate(settings.starts_from, "drafter")) if settings.starts_from else None
     drafter = settings.drafter_config(model, start)
     if not settings.records_training:

@@ -35,10 +35,10 @@ from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import NewKV
 from treeflash_jax.models.packed_attention import MAX_BLOCKS
-from treeflash_jax.trees import pick
 
 
 @dataclass(frozen=True, kw_only=True)

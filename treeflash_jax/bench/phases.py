@@ -27,7 +27,7 @@ from jax.stages import Wrapped
 
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.accepting import Accepted, accept_path
+from treeflash_jax.decoding.accepting import EmittedPath, accept_path
 from treeflash_jax.decoding.rounds import Verified, build_tree, commit_path, draft_expander, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.call.requests import make_requests
@@ -177,7 +177,7 @@ class Bench:
         program = self._compile(loops.decode, *arguments, plan=plan)
         self._add_moving(name, nodes, state, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
 
-    def _add_commits(self, plan: DecodePlan, verified: Verified, accepted: Accepted) -> None:
+    def _add_commits(self, plan: DecodePlan, verified: Verified, accepted: EmittedPath) -> None:
         """Adds repeated commits of the same path, each after the previous commit."""
         weights, others = self.model.weights, (verified, accepted)
         program = self._compile(COMMIT, weights, self.state, *others, plan=plan)

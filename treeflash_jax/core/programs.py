@@ -43,15 +43,15 @@ class Program:
     """
 
     function: Wrapped
-    executable: futures.Future
+    future: futures.Future
     labels: tuple[str, str] = ("", "")
     has_run: bool = False
     last_use: int = 0
 
     @property
-    def compiled(self) -> Any:
+    def executable(self) -> Any:
         """The executable. Waits until it is compiled."""
-        return self.executable.result()
+        return self.future.result()
 
 
 _programs: dict[Any, Program] = {}
@@ -72,7 +72,7 @@ def call(function: Wrapped, *args: Any, mesh: Mesh | None = None, clock: Clock |
     clock = clock or Clock()
     program = start_compiling(function, *args, mesh=mesh, clock=clock, **static)
     wait(program, clock=clock)
-    outputs = program.compiled(*args)
+    outputs = program.executable(*args)
     program.has_run = True
     return outputs
 
@@ -89,9 +89,9 @@ def as_compiled(*programs: "Program", clock: Clock) -> Iterator[Program]:
     A program that takes over a second is announced. The announcement has its number among the programs that are not yet
     compiled, and the time that it took in an earlier process if that is known.
     """
-    unfinished = [program for program in programs if not program.executable.done()]
+    unfinished = [program for program in programs if not program.future.done()]
     for program in programs:
-        if not program.executable.done():
+        if not program.future.done():
             _wait_for(program, unfinished, clock)
         yield program
 
@@ -105,8 +105,8 @@ def _wait_for(program: Program, unfinished: Sequence[Program], clock: Clock) -> 
     if seconds:
         text += f": about {max(1, round(seconds))} s, as last time"
     with clock.compiling(name, text if Clock.has_announced else f"{text}; {_note()}", always=True):
-        futures.wait([program.executable])
-    if _times and not program.executable.exception():
+        futures.wait([program.future])
+    if _times and not program.future.exception():
         compile_times.record(_times, *program.labels, time.perf_counter() - since)
 
 
@@ -123,7 +123,7 @@ def start_compiling(
     precision = jax.config.jax_enable_x64, of_products
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     known = _programs.get(key)
-    if known is not None and not (known.executable.done() and known.executable.exception()):  # repeats a failed one
+    if known is not None and not (known.future.done() and known.future.exception()):  # repeats a failed one
         known.last_use = next(_uses)
         return known
     with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
@@ -132,13 +132,13 @@ def start_compiling(
             lowered = function.lower(*args, **static)
         thread = futures.ThreadPoolExecutor(1)
         if _takes_no_four_bits(mesh, leaves):
-            executable = thread.submit(lambda: functools.partial(_call_jitted, function, mesh, of_products, static))
+            future = thread.submit(lambda: functools.partial(_call_jitted, function, mesh, of_products, static))
         else:
-            executable = thread.submit(compile_lowered, lowered, mesh, function)
+            future = thread.submit(compile_lowered, lowered, mesh, function)
         thread.shutdown(wait=False)
     model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument is a model's weights
     labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
-    _programs[key] = program = Program(function, executable, labels, last_use=next(_uses))
+    _programs[key] = program = Program(function, future, labels, last_use=next(_uses))
     return program
 
 

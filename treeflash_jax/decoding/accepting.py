@@ -17,6 +17,7 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights
 from treeflash_jax.models import verifier, vocab
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
 
 # Random streams of a sequence's key. No two uses share a stream: if a tree depended on the noise of the verifier's samples,
@@ -25,8 +26,8 @@ VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
 
 
 @struct.dataclass
-class Accepted:
-    """The accepted path of a round, before any cut at a stop id or limit.
+class EmittedPath:
+    """The accepted path of a round and the tokens that it emits, before any cut at a stop id or limit.
 
     Attributes:
       path_bp: accepted nodes, root first.
@@ -50,7 +51,7 @@ def accept_path(
     logits_bnv: jax.Array,
     plan: DecodePlan,
     processor: Any = None,
-) -> Accepted:
+) -> EmittedPath:
     """Returns the path that the plan's rule keeps, and the tokens that it emits.
 
     Args:
@@ -65,15 +66,15 @@ def accept_path(
             processed_bnv = processors.process(logits_bnv, state, path_bni, processor)
         target = make_target(processed_bnv, state.sampling)
         result = acceptance.RULES[plan.rule].accept(tree, proposal, target, noise)
-        drafted_bp = trees.pick(tree.tokens_bn, result.path_bp)
+        drafted_bp = pick(tree.tokens_bn, result.path_bp)
         is_bonus_bp = jnp.arange(plan.path_length) == result.length_b[:, None] - 1
         emitted_bp = jnp.where(is_bonus_bp, result.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
         log_probs = expected_b = None
         if plan.shared.log_probs:
-            log_probs = _log_probs(trees.pick(logits_bnv, result.path_bp), emitted_bp, plan.shared.top_log_probs)
+            log_probs = _log_probs(pick(logits_bnv, result.path_bp), emitted_bp, plan.shared.top_log_probs)
         if plan.shared.expected_lengths:
             expected_b = jnp.sum(acceptance.RULES[plan.rule].weights(tree, proposal, target), axis=1)
-        return Accepted(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
+        return EmittedPath(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
 
 
 def emit_first_token(

@@ -25,8 +25,9 @@ from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, processors, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights, pin
-from treeflash_jax.drafters.protocol import State, at_last
+from treeflash_jax.drafters.protocol import State
 from treeflash_jax.models import caches, kernels, verifier
+from treeflash_jax.models.backend.indexing import at_last, pick
 
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
 Caches = tuple[caches.Cache, State | None]  # the verifier's cache and the drafter's state
@@ -116,7 +117,7 @@ def prefill_chunks(
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
     state = accepting.emit_first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
     if plan.loaded_drafter and plan.loaded_drafter.reads_tokens:  # the token after the last prompt position
-        first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
+        first_b1 = pick(state.tokens_bs, length_b[:, None])
         drafter = _extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)
     return pin(state.replace(drafter=drafter))
 
@@ -141,7 +142,7 @@ def _run_chunks(
         index, cache, drafter, last, scores = carry
         cache = _in_row_order(caches.pin(cache))
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
-        tokens_bt, next_bt = (trees.pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
+        tokens_bt, next_bt = (pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
         with kernels.use(plan.kernels):
             out = verifier.forward(

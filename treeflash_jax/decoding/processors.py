@@ -32,7 +32,8 @@ from treeflash_jax.core.checks import clipped, expect
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding.state import Counts, DecodeState, Sampling
 from treeflash_jax.models import vocab
-from treeflash_jax.trees import NO_TOKEN, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import NO_TOKEN
 
 
 @struct.dataclass

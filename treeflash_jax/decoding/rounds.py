@@ -17,12 +17,13 @@ from jax import lax
 
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
-from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path, emit, round_keys
+from treeflash_jax.decoding.accepting import DRAFT_STREAM, EmittedPath, accept_path, emit, round_keys
 from treeflash_jax.decoding.automaton import ConstrainedExpander
 from treeflash_jax.decoding.choosing import choose_trees
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.models import caches, kernels, verifier
+from treeflash_jax.models.backend.indexing import pick
 
 Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution of its nodes if they were drawn
 
@@ -52,7 +53,7 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
 
 def _verify_if_drafted(
     weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
-) -> tuple[Verified, Accepted]:
+) -> tuple[Verified, EmittedPath]:
     """Verifies and accepts. If every draft tree is empty, only the roots are verified, as fast as a one-token step.
 
     The choice depends on the text alone, so the output stays exact although the roots use another rule. With a sampled
@@ -60,7 +61,7 @@ def _verify_if_drafted(
     """
     root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
-    def kept(*tree_and_plan) -> tuple[Verified, Accepted]:
+    def kept(*tree_and_plan) -> tuple[Verified, EmittedPath]:
         return keep_path(*verify_and_accept(weights, state, *tree_and_plan), plan.path_length)
 
     is_drafted = jnp.any(tree.valid_bn[:, 1:] & ~state.done_b[:, None])
@@ -69,20 +70,20 @@ def _verify_if_drafted(
 
 def verify_and_accept(
     weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
-) -> tuple[Verified, Accepted]:
+) -> tuple[Verified, EmittedPath]:
     """Verifies a tree in one pass and returns the path that the plan's rule keeps."""
     verified = verify_tree(weights, state, tree, plan)
     return verified, accept_path(state, tree, proposal, verified.logits_bnv, plan, weights.processor)
 
 
-def keep_path(verified: Verified, accepted: Accepted, length: int) -> tuple[Verified, Accepted]:
+def keep_path(verified: Verified, accepted: EmittedPath, length: int) -> tuple[Verified, EmittedPath]:
     """Cuts the outputs for a tree to its accepted path, padded to `length` nodes, as `commit_path` needs them."""
 
     def pad(x_bp: jax.Array) -> jax.Array:
         return jnp.pad(x_bp, ((0, 0), (0, length - x_bp.shape[1]), *((0, 0),) * (x_bp.ndim - 2)))
 
     def cut(x_bn: jax.Array) -> jax.Array:
-        return pad(trees.pick(x_bn, accepted.path_bp))
+        return pad(pick(x_bn, accepted.path_bp))
 
     kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.new))
     path_bp = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (accepted.length_b.size, length))
@@ -149,7 +150,7 @@ def commit_path(
     weights: Weights,
     state: DecodeState,
     verified: Verified,
-    accepted: Accepted,
+    accepted: EmittedPath,
     plan: DecodePlan,
 ) -> DecodeState:
     """Returns the state after the round, with the positions of the accepted path in both caches."""
@@ -169,7 +170,7 @@ def commit_path(
         state, kept_b = emit(state, *tokens, vocab_size=vocab_size, processor=weights.processor)
         drafter = state.drafter
         if plan.drafts:
-            features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
+            features_bpj = pick(verified.features_btj, accepted.path_bp)
             drafter = plan.shared.loaded_drafter.extend(
                 weights.drafter,
                 weights.verifier,

@@ -34,9 +34,10 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
-from treeflash_jax.drafters.protocol import Inputs, State, at_last, require_fit, require_sizes
+from treeflash_jax.drafters.protocol import Inputs, State, require_fit, require_sizes
 from treeflash_jax.models import layers, quantized, verifier, vocab
 from treeflash_jax.models.backend import selection
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.caches import Cache
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.kv_cache import LayerKV
@@ -184,7 +185,7 @@ def committed_layers(cache: Cache, sources: Sequence[int]) -> Committed:
 class AssistantStep:
     """The `Step` of an assistant: a token per lane, each carrying the hidden state of its parent."""
 
-    config: AssistantDrafter
+    drafter: AssistantDrafter
     attention: str
 
     def __call__(self, shared: Any, level: Level) -> LaneState:
@@ -193,7 +194,7 @@ class AssistantStep:
     def run(self, shared: Any, token_bw: jax.Array, hidden_bwj: jax.Array) -> LaneState:
         """Returns the children of tokens, and the hidden states after them, given the hidden states before them."""
         params, tables, committed, temperature_b = shared
-        embedded_bwj = vocab.embed(tables["embed"], token_bw, self.config.embedding_factor).astype(hidden_bwj.dtype)
+        embedded_bwj = vocab.embed(tables["embed"], token_bw, self.drafter.embedding_factor).astype(hidden_bwj.dtype)
         joined_bwj = jnp.concatenate([embedded_bwj, hidden_bwj], axis=-1)
         x_bwd = quantized.product("bwj,dj->bwd", joined_bwj, params["pre_projection"])
         out_bwd = self.through_layers(params, sharding.constrain(x_bwd, ("batch", None, None)), committed)
@@ -202,7 +203,7 @@ class AssistantStep:
 
     def through_layers(self, params: Params, x_bwd: jax.Array, committed: Committed) -> jax.Array:
         """Returns the outputs of the layers after the final norm, [b, w, d]."""
-        config, position_b1 = self.config.layers, committed.length_b[:, None]
+        config, position_b1 = self.drafter.layers, committed.length_b[:, None]
         mask_bw1 = jnp.ones((*x_bwd.shape[:2], 1), bool)
         inputs = {}
         for kind in dict.fromkeys(config.kinds):
@@ -214,17 +215,17 @@ class AssistantStep:
 
     def likeliest(self, params: Params, out_bwd: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the likeliest tokens and their log-probabilities, like `vocab.likeliest`."""
-        count, config = self.config.children, self.config
-        if not config.num_clusters:
+        count, drafter = self.drafter.children, self.drafter
+        if not drafter.num_clusters:
             return vocab.likeliest(params["embed"], out_bwd, count, temperature_b)
 
         def in_clusters(out_bwd: jax.Array) -> tuple[jax.Array, jax.Array]:
             scores_bwc = quantized.product("bwd,cd->bwc", out_bwd, params["centroids"])
-            _, chosen_bwc = selection.top_k(scores_bwc, config.top_clusters)
+            _, chosen_bwc = selection.top_k(scores_bwc, drafter.top_clusters)
             ids_bwn = params["clusters"][chosen_bwc].reshape(*out_bwd.shape[:2], -1)
             logits_bwn = jnp.einsum("bwd,bwnd->bwn", out_bwd, vocab.embed(params["embed"], ids_bwn))
             wide_bwn = logits_bwn.astype(at_least_float32(logits_bwn.dtype))
-            num_others = config.layers.vocab_size - config.draft_vocab_size
+            num_others = drafter.layers.vocab_size - drafter.draft_vocab_size
             values_bwk, at_bwk = selection.top_k(wide_bwn, count)
             peak_bw1, temperature_b11 = values_bwk[..., :1], temperature_b[:, None, None]
             others_bw1 = jnp.min(wide_bwn, axis=-1, keepdims=True) - 1 - peak_bw1
@@ -233,4 +234,4 @@ class AssistantStep:
             log_probs_bwk = (values_bwk - peak_bw1) / temperature_b11 - jnp.log(total_bw1)
             return jnp.take_along_axis(ids_bwn, at_bwk, axis=-1), log_probs_bwk
 
-        return vocab.by_chunks(in_clusters, config.draft_vocab_size * config.layers.hidden_size, out_bwd)
+        return vocab.by_chunks(in_clusters, drafter.draft_vocab_size * drafter.layers.hidden_size, out_bwd)

@@ -27,9 +27,10 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, require_sizes
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_sizes
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
 
@@ -140,33 +141,33 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
-def fuse(params: Params, config: Eagle3Drafter, features_btj: jax.Array) -> jax.Array:
+def fuse(params: Params, drafter: Eagle3Drafter, features_btj: jax.Array) -> jax.Array:
     """Maps the features of all tapped layers to the drafter's width, [b, t, d]."""
-    eps = config.layers.rms_norm_eps
-    if config.fc_norm:
-        parts = zip(jnp.split(features_btj, config.num_taps, axis=-1), params["fc_norm"], strict=True)
+    eps = drafter.layers.rms_norm_eps
+    if drafter.fc_norm:
+        parts = zip(jnp.split(features_btj, drafter.num_taps, axis=-1), params["fc_norm"], strict=True)
         features_btj = jnp.concatenate([layers.rms_norm(part, scale, eps) for part, scale in parts], axis=-1)
-    if config.norm_before_fc:
+    if drafter.norm_before_fc:
         features_btj = layers.rms_norm(features_btj, params["input_norm"], eps)
     return quantized.product("btj,jd->btd", features_btj, params["fc"])
 
 
-def feed_back(params: Params, config: Eagle3Drafter, hidden_btd: jax.Array) -> jax.Array:
+def feed_back(params: Params, drafter: Eagle3Drafter, hidden_btd: jax.Array) -> jax.Array:
     """Returns the output that the next step carries."""
-    return normed(params, config, hidden_btd) if config.norm_output else hidden_btd
+    return normed(params, drafter, hidden_btd) if drafter.norm_output else hidden_btd
 
 
-def normed(params: Params, config: Eagle3Drafter, hidden_btd: jax.Array) -> jax.Array:
+def normed(params: Params, drafter: Eagle3Drafter, hidden_btd: jax.Array) -> jax.Array:
     """Returns the hidden states that are multiplied by the vocabulary table."""
-    return layers.rms_norm(hidden_btd, params["norm"], config.layers.rms_norm_eps)
+    return layers.rms_norm(hidden_btd, params["norm"], drafter.layers.rms_norm_eps)
 
 
 def layer_input(
-    params: Params, tables: Params, config: Eagle3Drafter, tokens_bt: jax.Array, carried_btd: jax.Array
+    params: Params, tables: Params, drafter: Eagle3Drafter, tokens_bt: jax.Array, carried_btd: jax.Array
 ) -> jax.Array:
     """Returns the input of queries, keys and values, [b, t, 2 d]: the next token's embedding and the carried state."""
-    eps, layer = config.layers.rms_norm_eps, params["layer"]
-    embedded_btd = vocab.embed(params["embed"] if config.own_embedding else tables["embed"], tokens_bt)
+    eps, layer = drafter.layers.rms_norm_eps, params["layer"]
+    embedded_btd = vocab.embed(params["embed"] if drafter.own_embedding else tables["embed"], tokens_bt)
     parts = (
         layers.rms_norm(embedded_btd.astype(carried_btd.dtype), layer["attention_norm"], eps),
         layers.rms_norm(carried_btd, layer["hidden_norm"], eps),
@@ -174,13 +175,13 @@ def layer_input(
     return sharding.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
 
 
-def rotary_table(config: Eagle3Drafter, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
+def rotary_table(drafter: Eagle3Drafter, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return layers.rotary_table(drafter.layers.rope, drafter.layers.head_dim, positions_bt)
 
 
 def layer_output(
     params: Params,
-    config: Eagle3Drafter,
+    drafter: Eagle3Drafter,
     read_bt: jax.Array,
     carried_btd: jax.Array,
     table: tuple[jax.Array, jax.Array],
@@ -192,11 +193,11 @@ def layer_output(
       read_bt, carried_btd: result of `layer_input`, and the carried state from which it was computed.
       attend: maps queries [b, t, h, e] to mixed values [b, t, h, e].
     """
-    layer, eps = params["layer"], config.layers.rms_norm_eps
+    layer, eps = params["layer"], drafter.layers.rms_norm_eps
     residual_btd = carried_btd
-    if config.norm_before_residual:
+    if drafter.norm_before_residual:
         residual_btd = layers.rms_norm(carried_btd, layer["hidden_norm"], eps)
-    mixed_bthe = attend(layers.queries(layer, config.layers, read_bt, table))
+    mixed_bthe = attend(layers.queries(layer, drafter.layers, read_bt, table))
     x_btd = residual_btd + layers.merge_heads(layer, mixed_bthe)
     x_btd += layers.swiglu(layer, layers.rms_norm(x_btd, layer["mlp_norm"], eps))
     return sharding.constrain(x_btd, ("batch", None, None))
@@ -206,15 +207,15 @@ def layer_output(
 class LayerStep:
     """The `Step` of EAGLE-3: runs the layer for a token in each lane. A lane carries the output of the level above."""
 
-    config: Eagle3Drafter
+    drafter: Eagle3Drafter
     attention: str
 
     def __call__(self, shared: Any, level: Level) -> LaneState:
-        (params, tables, context, _), config = shared, self.config
-        carried_bwd = feed_back(params, config, level.carry)
-        read_bw = layer_input(params, tables, config, level.token_bw, carried_bwd)
-        table = rotary_table(config, level.position_bw)
-        k_bwke, v_bwke = layers.keys_values(params["layer"], config.layers, read_bw, table)
+        (params, tables, context, _), drafter = shared, self.drafter
+        carried_bwd = feed_back(params, drafter, level.carry)
+        read_bw = layer_input(params, tables, drafter, level.token_bw, carried_bwd)
+        table = rotary_table(drafter, level.position_bw)
+        k_bwke, v_bwke = layers.keys_values(params["layer"], drafter.layers, read_bw, table)
         [[earlier_k, earlier_v]] = level.earlier
         keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)
 
@@ -222,12 +223,12 @@ class LayerStep:
             seen, prefix, length_b = level.seen_bwx, context.layers[0], context.length_b
             return tree_attention(q_bwhe, keys_bxke, values_bxke, seen, prefix, length_b, implementation=self.attention)
 
-        hidden_bwd = layer_output(params, config, read_bw, carried_bwd, table, attend)
+        hidden_bwd = layer_output(params, drafter, read_bw, carried_bwd, table, attend)
         return self.offer(shared, hidden_bwd, ((k_bwke, v_bwke),))
 
     def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below outputs of the layer."""
         (params, *_, temperature_b), ids_z = shared, draft_ids(shared[0])
-        normed_bwd = normed(params, self.config, hidden_bwd)
-        offered = vocab.likeliest(params["unembed"], normed_bwd, self.config.children, temperature_b, ids_z)
+        normed_bwd = normed(params, self.drafter, hidden_bwd)
+        offered = vocab.likeliest(params["unembed"], normed_bwd, self.drafter.children, temperature_b, ids_z)
         return LaneState(hidden_bwd, kv, *offered)

@@ -23,7 +23,6 @@ from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import (
     ContextState,
     Inputs,
-    at_last,
     draft_ids,
     listed_specs,
     require_fit,
@@ -32,6 +31,7 @@ from treeflash_jax.drafters.protocol import (
 from treeflash_jax.drafters.steering import SteeredState, Steering
 from treeflash_jax.models import verifier as model
 from treeflash_jax.models import vocab
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
 
@@ -117,13 +117,13 @@ class LanguageModelDrafter(LaneDrafter):
 class ModelStep:
     """The `Step` of a language model. It reads the weights, the state and a temperature."""
 
-    config: LanguageModelDrafter
+    drafter: LanguageModelDrafter
     attention: str
 
     def __call__(self, shared: tuple[Params, ContextState, jax.Array], level: Level) -> LaneState:
         params, state, _ = shared
         out = model.forward(
-            params, self.config.layers, level.token_bw, level.position_bw, level.seen_bwx, state.context,
+            params, self.drafter.layers, level.token_bw, level.position_bw, level.seen_bwx, state.context,
             earlier=level.earlier, attention=self.attention,
         )  # fmt: skip
         return self.offer(shared, out.hidden_btd, out.new)
@@ -132,6 +132,6 @@ class ModelStep:
         """Returns the children below the model's hidden states."""
         params, _, temperature_b = shared
         table_vd = params.get("unembed", params["embed"])
-        count, cap = self.config.children, self.config.layers.logit_cap
+        count, cap = self.drafter.children, self.drafter.layers.logit_cap
         offered = vocab.likeliest(table_vd, hidden_bwd, count, temperature_b, draft_ids(params), cap)
         return LaneState((), kv, *offered)

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, at_last, draft_ids, listed_specs, require_sizes
+from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs, require_sizes
 from treeflash_jax.models import layers, quantized, verifier, vocab
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
 
@@ -100,13 +101,13 @@ def layer_sizes(verifier: ModelConfig) -> ModelConfig:
 
 
 def layer_input(
-    params: Params, tables: Params, config: MtpDrafter, tokens_bt: jax.Array, hidden_btd: jax.Array
+    params: Params, tables: Params, drafter: MtpDrafter, tokens_bt: jax.Array, hidden_btd: jax.Array
 ) -> jax.Array:
     """Returns the layer's input [b, t, d]: the next token's embedding joined with the hidden state."""
     embedded_btd = vocab.embed(tables["embed"], tokens_bt).astype(hidden_btd.dtype)
     parts = (
-        layers.norm(config.layers, embedded_btd, params["embed_norm"]),
-        layers.norm(config.layers, hidden_btd, params["hidden_norm"]),
+        layers.norm(drafter.layers, embedded_btd, params["embed_norm"]),
+        layers.norm(drafter.layers, hidden_btd, params["hidden_norm"]),
     )
     x_btd = quantized.product("btj,jd->btd", jnp.concatenate(parts, axis=-1), params["fc"])
     return sharding.constrain(x_btd, ("batch", None, None))
@@ -116,13 +117,13 @@ def layer_input(
 class MtpStep:
     """The `Step` of the layer: runs it for a token in each lane. A lane carries the output of the level above."""
 
-    config: MtpDrafter
+    drafter: MtpDrafter
     attention: str
 
     def __call__(self, shared: Any, level: Level) -> LaneState:
-        (params, tables, context, _), config = shared, self.config
+        (params, tables, context, _), drafter = shared, self.drafter
         out = verifier.through_layers(
-            params, config.layers, layer_input(params, tables, config, level.token_bw, level.carry),
+            params, drafter.layers, layer_input(params, tables, drafter, level.token_bw, level.carry),
             level.position_bw, level.seen_bwx, context, earlier=level.earlier, attention=self.attention,
         )  # fmt: skip
         return self.offer(shared, out.hidden_btd, out.new)
@@ -131,5 +132,5 @@ class MtpStep:
         """Returns the children below outputs of the layer."""
         params, tables, _, temperature_b = shared
         table_vd = params.get("unembed", tables.get("unembed", tables["embed"]))
-        offered = vocab.likeliest(table_vd, hidden_bwd, self.config.children, temperature_b, draft_ids(params))
+        offered = vocab.likeliest(table_vd, hidden_bwd, self.drafter.children, temperature_b, draft_ids(params))
         return LaneState(hidden_bwd, kv, *offered)

@@ -24,7 +24,8 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.drafters.protocol import Drafter, Inputs, State
-from treeflash_jax.trees import Expander, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import Expander
 
 LONGER = 4.0  # factor of a match's weight for each token of its length
 OLDER = 0.9  # factor of a match's weight for each more recent match of at least its length

@@ -213,11 +213,6 @@ def require_fit(is_met: bool, problem: str, advice: str = "load the drafter that
         raise ValueError(f"drafter does not fit the verifier: {problem}; {advice}")
 
 
-def at_last(x_btd: jax.Array, count_b: jax.Array) -> jax.Array:
-    """Returns the entries at position `count_b` - 1, [b, 1, d]; at the first position if `count_b` is 0."""
-    return jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
-
-
 def require_sizes(verifier: ModelConfig, taps: Sequence[int], **sizes: tuple[Any, Any]) -> None:
     """Raises ValueError unless the verifier has all tapped layers and both values (drafter, verifier) of a size agree."""
     for name, (got, expected) in sizes.items():

@@ -123,22 +123,22 @@ def _locate(options: ModelOptions) -> _Pair:
 
 def _load(pair: _Pair, chosen: ModelOptions, dtype: jnp.dtype, mesh: Mesh | None) -> TreeFlash:
     config = model_files.read_verifier_config(pair.verifier)
-    drafter_config = _read_drafter(pair, config, chosen.thinking)
+    drafter = _read_drafter(pair, config, chosen.thinking)
     tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
-    if drafter_config is not None and drafter_config.has_tokenizer:
+    if drafter is not None and drafter.has_tokenizer:
         check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
-    schemes = _choose_schemes(pair, chosen.quantize, config, drafter_config, dtype, mesh)
+    schemes = _choose_schemes(pair, chosen.quantize, config, drafter, dtype, mesh)
     verifier_specs = model_files.find_specs(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
-    drafter_specs = {} if drafter_config is None else drafter_config.specs()
+    drafter_specs = {} if drafter is None else drafter.specs()
     if schemes[1] is not None:
         drafter_specs |= model_files.find_specs(pair.drafter, "drafter", dtype=dtype, mesh=mesh, quantize=schemes[1])
     weight_bytes = tuple(count_bytes(specs, dtype, mesh) for specs in (verifier_specs, drafter_specs))
-    needs = footprint(config, drafter_config, dtype=dtype, mesh=mesh, weight_bytes=weight_bytes)
+    needs = footprint(config, drafter, dtype=dtype, mesh=mesh, weight_bytes=weight_bytes)
     refuse_if_too_large(needs, usable_memory(mesh), mesh)
     return TreeFlash(
         config,
         _read_weights(pair, dtype, mesh, schemes),
-        drafter=drafter_config,
+        drafter=drafter,
         tokenizer=tokenizer,
         stop_ids=model_files.stop_ids(pair.verifier, config),
         mesh=mesh,
@@ -180,15 +180,15 @@ def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter
     """
     if pair.drafter is None:
         return None
-    config = model_files.read_drafter_config(pair.drafter).fitted(verifier)
-    config = draft_vocabulary.limit(config, pair.drafter, verifier.vocab_size)
-    if config.thinking != EITHER and bool(config.thinking) != thinking:
+    drafter = model_files.read_drafter_config(pair.drafter).fitted(verifier)
+    drafter = draft_vocabulary.limit(drafter, pair.drafter, verifier.vocab_size)
+    if drafter.thinking != EITHER and bool(drafter.thinking) != thinking:
         states = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
-        warn(f"the drafter {states[config.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
-    if config.max_positions is not None and config.max_positions < verifier.max_positions:
-        most = f"{config.max_positions:,} tokens, less than the verifier's {verifier.max_positions:,}"
+        warn(f"the drafter {states[drafter.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
+    if drafter.max_positions is not None and drafter.max_positions < verifier.max_positions:
+        most = f"{drafter.max_positions:,} tokens, less than the verifier's {verifier.max_positions:,}"
         warn(f"the drafter's context is {most}: tau may be far lower in longer texts")
-    return config
+    return drafter
 
 
 def _read_weights(pair: _Pair, dtype: jnp.dtype, mesh: Mesh | None, schemes: tuple[str | None, str | None]) -> Weights:

@@ -19,7 +19,7 @@ from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.answers.results import Chunk, Result, Results, Score, warn_of_low_tau, with_totals
 from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
-from treeflash_jax.engine.call.requests import Request, make_requests, take_recommended
+from treeflash_jax.engine.call.requests import Request, make_requests
 from treeflash_jax.engine.device_memory import device_bytes, footprint, refuse_if_too_large, usable_memory
 from treeflash_jax.engine.prepared_call import PreparedCall
 from treeflash_jax.engine.schedule.batching import choose_batch_size, largest_caches
@@ -27,6 +27,7 @@ from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
 from treeflash_jax.engine.settings.keywords import GenerateSettings
 from treeflash_jax.engine.settings.plan import resolve
+from treeflash_jax.engine.settings.recommended import take_recommended
 from treeflash_jax.formats import tree_selector_folder
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import vocab
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized
 
 NAME = "draft_vocabulary.json"
 SHARE = 6  # one token in SHARE is listed
@@ -53,18 +53,18 @@ def write(folder: Path, counts_v: np.ndarray) -> None:
         files.write(folder / NAME, json.dumps({"ids": most_frequent(counts_v, counts_v.size // SHARE).tolist()}) + "\n")
 
 
-def limit(config: Drafter, folder: str | Path, vocab_size: int) -> Drafter:
-    """Returns a drafter's config, limited to the tokens that its folder lists, if any. Raises `read`'s ValueError."""
+def limit(drafter: Drafter, folder: str | Path, vocab_size: int) -> Drafter:
+    """Returns a drafter, limited to the tokens that its folder lists, if any. Raises `read`'s ValueError."""
     ids_z = read(Path(folder), vocab_size)
-    return config if ids_z is None else config.limited(ids_z.size)
+    return drafter if ids_z is None else drafter.limited(ids_z.size)
 
 
-def load(folder: str | Path, drafter: Params, verifier: Params, mesh: Mesh | None = None) -> Params:
+def load(folder: str | Path, drafter_weights: Params, verifier_weights: Params, mesh: Mesh | None = None) -> Params:
     """Returns the weights of a list: its part of the vocabulary table, and the ids' offsets; {} without a list.
 
     The table is the drafter's; if the drafter has none, the verifier's.
     """
-    tables = drafter if "embed" in drafter else verifier
+    tables = drafter_weights if "embed" in drafter_weights else verifier_weights
     table_vd = tables.get("unembed", tables["embed"])
     ids_z = read(Path(folder), table_vd.shape[0])
     if ids_z is None:

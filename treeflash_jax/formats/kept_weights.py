@@ -1,4 +1,4 @@
-"""Weights of quantised files, kept as they are stored. Each weight becomes a `quantized.Quantized`.
+"""Weights of quantised files, kept as they are stored. Each weight becomes a `Quantized`.
 
 Scales of groups or blocks are repeated if a shard of a mesh would otherwise hold part of a group. Codes of four bits become
 int4, numbers around zero: products of these with scales are rounded as finely as the weight.
@@ -22,7 +22,7 @@ from treeflash_jax.formats.grouped_tensors import ComputedTensor, GroupedTensor
 from treeflash_jax.formats.scaled_tensors import BlockScales, ScaledTensor
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.models import quantized
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized
 
 _DTYPES = {
     "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn,

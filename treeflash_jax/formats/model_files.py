@@ -39,7 +39,7 @@ def read_verifier_config(path: str | Path) -> ModelConfig:
 
 
 def read_drafter_config(path: str | Path) -> Drafter:
-    """Returns the config of the drafter in a folder or a config.json. Raises `load_drafter`'s ValueError."""
+    """Returns the drafter in a folder or a config.json, without its weights. Raises `load_drafter`'s ValueError."""
     return _find(path, "drafter")[1]
 
 

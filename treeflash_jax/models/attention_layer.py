@@ -19,7 +19,7 @@ from treeflash_jax.models.backend.rotation import rotate
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.layer_protocol import LayerKind, PassInputs, join_positions
 from treeflash_jax.models.packed_attention import PackedMask, packed_attention
-from treeflash_jax.models.quantized import can_join
+from treeflash_jax.models.quantized_weight import can_join
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.delta_rule import DeltaState, NewDelta
 from treeflash_jax.models.layer_protocol import LayerKind, LayerState, PassInputs
 from treeflash_jax.models.packed_attention import PackedMask
-from treeflash_jax.models.quantized import can_join, product
+from treeflash_jax.models.quantized import product
+from treeflash_jax.models.quantized_weight import can_join
 
 _AXES = DeltaState(("batch", None, "heads"), ("batch", "heads", None, None))
 

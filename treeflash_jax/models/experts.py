@@ -22,6 +22,7 @@ from treeflash_jax.models import quantized
 from treeflash_jax.models.backend import expert_sums
 from treeflash_jax.models.config import ModelConfig
 
+SWIGLU_ALPHA = 1.702  # gpt-oss's; sigmoid(1.702 x) x approximates GELU
 NORMS = ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm")  # norms of sparse layers with a dense part
 
 
@@ -119,7 +120,7 @@ def _local_mixture(
     is_held_nk = (local_nk >= 0) & (local_nk < held)
     weight_nk = jnp.where(is_held_nk, weight_nk.astype(at_least_float32(x_nd.dtype)), 0)
     ids_nk = jnp.where(is_held_nk, local_nk, held)
-    y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, ids_nk, find_join(config))
+    y_nd = expert_sums.sum_experts(weights, x_nd, weight_nk, ids_nk, find_gate(config))
     if "expert_down_bias" in weights:
         weight_nx = jnp.sum(jnp.where(local_nk[..., None] == jnp.arange(held), weight_nk[..., None], 0), axis=1)
         bias_nd = weight_nx @ weights["expert_down_bias"].astype(weight_nx.dtype)
@@ -129,11 +130,25 @@ def _local_mixture(
     return y_nd.astype(x_btd.dtype).reshape(x_btd.shape)
 
 
-def find_join(config: ModelConfig) -> expert_sums.Join:
-    """Returns the function that joins the gate and up maps of an expert."""
+def find_gate(config: ModelConfig) -> expert_sums.Gate:
+    """Returns the gated activation of the experts."""
     if config.swiglu_limit:
-        return partial(expert_sums.clamped_join, limit=config.swiglu_limit)
-    return {"silu": expert_sums.silu_join, "gelu": expert_sums.gelu_join}[config.activation]
+        return partial(clamped_gate, limit=config.swiglu_limit)
+    return {"silu": silu_gate, "gelu": gelu_gate}[config.activation]
+
+
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def gelu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def clamped_gate(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """Returns (up + 1) * gate * sigmoid(1.702 gate). `limit` bounds the gate from above, and the up map on both sides."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
 def _partition(spec: Spec, mesh: AbstractMesh) -> PartitionSpec:

@@ -17,7 +17,8 @@ from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models import experts
 from treeflash_jax.models.backend.rotation import rotate
 from treeflash_jax.models.config import ModelConfig, Rope
-from treeflash_jax.models.quantized import can_join, product
+from treeflash_jax.models.quantized import product
+from treeflash_jax.models.quantized_weight import can_join
 
 GATE_UP = ("gate", "up")  # weights that `merge_gate_up` joins
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}

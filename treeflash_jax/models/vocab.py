@@ -22,7 +22,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import quantized
 from treeflash_jax.models.backend import selection
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized
 
 (AXIS,) = sharding.RULES["vocab"]
 CHUNK_BYTES = 2**30  # most bytes of logits per device if only their largest entries are used

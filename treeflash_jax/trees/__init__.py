@@ -17,17 +17,17 @@ ranked by which tokens they are: that would change their distribution.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.trees.best_first import best_first
 from treeflash_jax.trees.chains import chain, walk
-from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, pick, root_only
+from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, root_only
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.sampled.draw_tokens import draw_noise
 from treeflash_jax.trees.sampled.paths import delayed, delayed_size, paths
 from treeflash_jax.trees.sampled.proposal import Proposal
 from treeflash_jax.trees.sampled.skeleton import skeleton_chains
 from treeflash_jax.trees.sampled.without_replacement import without_replacement
-from treeflash_jax.trees.shape import TreeShape
-from treeflash_jax.trees.tree_inputs import TreeInputs
+from treeflash_jax.trees.tree_inputs import TreeInputs, TreeShape
 
 Build = Callable[[TreeInputs], tuple[DraftTree, Proposal | None]]
 

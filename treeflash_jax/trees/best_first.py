@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.models.backend.selection import stable_top_k
-from treeflash_jax.trees.draft_tree import DraftTree, below_root, pick, root_only
+from treeflash_jax.trees.draft_tree import DraftTree, below_root, root_only
 from treeflash_jax.trees.tree_inputs import TreeInputs
 
 

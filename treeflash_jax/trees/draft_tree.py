@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from treeflash_jax.models.backend.indexing import pick
+
 NO_TOKEN = np.iinfo(np.int32).max  # id of an entry without a child: outside every vocabulary
 
 
@@ -76,9 +78,3 @@ def path_tokens(tree: DraftTree, depths: int) -> jax.Array:
     is_at_bin = tree.depth_bn[:, None] == jnp.arange(1, depths + 1)[:, None]
     is_on_path_bnin = ancestor_mask(tree.parent_bn, depths)[:, :, None] & is_at_bin[:, None]
     return jnp.min(jnp.where(is_on_path_bnin, tree.tokens_bn[:, None, None], NO_TOKEN), axis=-1)
-
-
-@jax.jit
-def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
-    """Returns x[b, index[b, y], ...]: gathers along the second axis, per sequence."""
-    return jax.vmap(lambda x_x, index_y: x_x[index_y])(x_bx, index_by)

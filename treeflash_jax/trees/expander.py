@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from treeflash_jax.trees.draft_tree import pick
+from treeflash_jax.models.backend.indexing import pick
 
 
 class Expander(ABC):

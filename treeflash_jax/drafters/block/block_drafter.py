@@ -24,9 +24,10 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.drafters import ngram, protocol
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
-from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs, at_last, draft_ids, listed_specs
+from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs, draft_ids, listed_specs
 from treeflash_jax.models import caches, vocab
 from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig, Rope
 from treeflash_jax.trees import Expander
 

@@ -1,13 +1,12 @@
 """Requests: one for every answer of a call, with the settings of its sampling."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from treeflash_jax.constraints import compilation
 from treeflash_jax.constraints.tables import AutomatonTable
-from treeflash_jax.core.checks import WrongValue, clipped, coerce, expect, quoted
+from treeflash_jax.core.checks import WrongValue, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
@@ -15,12 +14,6 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
-# Keys of generation_config.json: first the settings that `sampling="model"` takes, then keys that do not change the
-# distribution of a token. Lengths and stop ids are separate settings.
-RECOMMENDED_SETTINGS = "temperature top_k top_p min_p repetition_penalty".split()
-IGNORED_KEYS = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
-    transformers_version use_cache cache_implementation num_return_sequences output_scores output_logits
-    output_attentions output_hidden_states return_dict_in_generate trust_remote_code""".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,35 +146,3 @@ def find_stops(
     special = {token.content: i for i, token in tokenizer.inner.added_tokens_decoder.items() if token.special}
     ids = [special[text] for text in stop if text in special]
     return tuple(text for text in stop if text not in special), (*stop_ids, *ids)
-
-
-def take_recommended(
-    config: GenerateConfig, recommended: Mapping[str, Any], given: Collection[str] = ()
-) -> tuple[GenerateConfig, str]:
-    """Returns settings with the model's own values in place of defaults (`sampling="model"`), and a line that reports them.
-
-    Args:
-      recommended: content of a generation_config.json. As in transformers, its temperature applies only if `do_sample` is
-        true, and is then 1 if it is absent.
-      given: names of the settings that the call gives. They stay as they are, even if they equal the defaults.
-
-    Raises ValueError for values outside the limits of the settings.
-    """
-    values = {name: recommended[name] for name in RECOMMENDED_SETTINGS if recommended.get(name) is not None}
-    if recommended.get("do_sample"):
-        values.setdefault("temperature", 1.0)
-    else:
-        values.pop("temperature", None)
-    values = {name: value for name, value in values.items() if name not in {*given, *changed(config)}}
-    try:
-        config = replace(config, **values)
-    except ValueError as error:
-        raise ValueError(f"generation_config.json: {error}") from None
-    note = ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing"
-    others = [
-        name for name in recommended if not name.startswith("_") and name not in (*RECOMMENDED_SETTINGS, *IGNORED_KEYS)
-    ]
-    # In transformers, 0, 1 and empty values turn a setting off.
-    others = [name for name in others if recommended[name] not in (None, False, 0, 1, "", [], {})]
-    ignored = f"; not implemented and ignored: {', '.join(others)}" if others else ""
-    return config, clipped(f"sampling 'model' takes {note} from generation_config.json{ignored}")

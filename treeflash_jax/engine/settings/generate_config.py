@@ -18,7 +18,7 @@ from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.attention import IMPLEMENTATIONS
 from treeflash_jax.models.kernels import SETS
 from treeflash_jax.trees import BUILDERS
-from treeflash_jax.trees.shape import MAX_NODES, TreeShape
+from treeflash_jax.trees.tree_inputs import MAX_NODES, TreeShape
 
 MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
 MAX_DEPTH = 16

@@ -22,7 +22,7 @@ from treeflash_jax.models import kernels
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, Builder, TreeShape
 from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 NO_DRAFTER_ADVICE = (
     "no drafter is loaded; try drafter 'ngram' (--drafter ngram), a published drafter (README.md lists them), or train one "

@@ -26,7 +26,7 @@ from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import Tensor
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
 CONVOLUTIONS = {  # convolutions of a layer

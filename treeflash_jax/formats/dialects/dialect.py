@@ -16,7 +16,7 @@ from treeflash_jax.core.parameters import Params
 from treeflash_jax.formats import storage, tensor_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 OUR_KEY = "treeflash_config"  # key of config.json for fields that only this package writes
 OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau")

@@ -9,7 +9,7 @@ from treeflash_jax.drafters.ngram import NgramDrafter
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
-from treeflash_jax.trees.shape import MAX_NODES
+from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 
 class Ngram(Dialect):

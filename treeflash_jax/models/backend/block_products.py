@@ -15,7 +15,7 @@ outputs, and groups of G inputs, these functions write less:
 | output and group | TPU | more | `_scale_weight` |
 
 On a mesh, a TPU multiplies by its part of a layer's weight (`_multiply_shards`). With a scale for each block, a kernel may
-replace the function (`models.kernels`). A weight is a `quantized.Quantized` with blocks whose inputs are in order.
+replace the function (`models.kernels`). All weights have blocks, and their inputs are in order.
 
 Shape suffixes: n vectors, i inputs, b outputs of a block, `...` blocks of all output axes, k groups of inputs, z inputs
 of a group.
@@ -24,7 +24,6 @@ of a group.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +35,13 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import kernels
 from treeflash_jax.models.backend import block_scales, products
+from treeflash_jax.models.quantized_weight import Quantized
 
 MIN_PARTS = 4  # fewest parts of a weight that is scaled part by part
 MOST_VECTORS_MASKED = 2  # up to this number of vectors, TPUs mask the inputs outside each group
 
 
-def product(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
+def product(x: jax.Array, weight: Quantized, dtype: DTypeLike) -> jax.Array:
     """Returns activations times a weight, [vectors..., outputs...].
 
     Args:
@@ -59,7 +59,7 @@ def product(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
     return y.astype(dtype).reshape(*x.shape[:-1], *outputs)
 
 
-def has_groups(weight: Any) -> bool:
+def has_groups(weight: Quantized) -> bool:
     """Returns whether each output has a separate scale per group of inputs."""
     return weight.scale.shape[:-1] == weight.shape[:-1]
 
@@ -67,7 +67,7 @@ def has_groups(weight: Any) -> bool:
 # A scale for each block.
 
 
-def _multiply_blocks(x_ni: jax.Array, weight: Any) -> jax.Array:
+def _multiply_blocks(x_ni: jax.Array, weight: Quantized) -> jax.Array:
     """Returns [..., n, b]."""
     values, scale = weight.values, weight.scale
     values = values.reshape(*scale.shape[:-1], -1, values.shape[-1])  # [..., b, i]
@@ -119,7 +119,7 @@ def _scale_blocks_in_parts(x_ni: jax.Array, values: jax.Array, scale: jax.Array)
 # A scale for each output and group.
 
 
-def _multiply_groups(x_ni: jax.Array, weight: Any) -> jax.Array:
+def _multiply_groups(x_ni: jax.Array, weight: Quantized) -> jax.Array:
     """Returns [n, outputs...]."""
     count, group = x_ni.shape[0], weight.block[-1]
     is_one = products.is_one_vector(x_ni, 1)
@@ -130,7 +130,9 @@ def _multiply_groups(x_ni: jax.Array, weight: Any) -> jax.Array:
     return lax.platform_dependent(x_ni, weight, tpu=on_tpu, cuda=on_gpu, default=_scale_weight_in_parts)
 
 
-def _multiply_shards(multiply: Callable[[jax.Array, Any], jax.Array], x_ni: jax.Array, weight: Any) -> jax.Array:
+def _multiply_shards(
+    multiply: Callable[[jax.Array, Quantized], jax.Array], x_ni: jax.Array, weight: Quantized
+) -> jax.Array:
     """Multiplies by each device's part of the weight. If the model axis splits the inputs, adds up the products.
 
     If XLA partitioned this, a TPU would copy whole parts of weights into other layouts in every pass.
@@ -139,7 +141,7 @@ def _multiply_shards(multiply: Callable[[jax.Array, Any], jax.Array], x_ni: jax.
         return multiply(x_ni, weight)
     *outputs, inputs = weight.partition
 
-    def run(x_ni: jax.Array, weight: Any) -> jax.Array:
+    def run(x_ni: jax.Array, weight: Quantized) -> jax.Array:
         flat = lax.optimization_barrier(_with_one_output_axis(weight))  # or XLA widens the weight before flattening it
         y = multiply(x_ni, flat).reshape(-1, *weight.shape[:-1])
         return y if inputs is None else lax.psum(y, inputs)
@@ -149,12 +151,12 @@ def _multiply_shards(multiply: Callable[[jax.Array, Any], jax.Array], x_ni: jax.
     return jax.shard_map(run, mesh=sharding.current(), **layouts, axis_names={"model"}, check_vma=False)(x_ni, weight)
 
 
-def _with_one_output_axis(weight: Any) -> Any:
+def _with_one_output_axis(weight: Quantized) -> Quantized:
     """Flattens the output axes. A TPU would copy a weight with several output axes into another layout."""
     return jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)
 
 
-def _scale_sums(x_ni: jax.Array, weight: Any) -> jax.Array:
+def _scale_sums(x_ni: jax.Array, weight: Quantized) -> jax.Array:
     """Multiplies by the values of each group, and scales the sums over groups."""
     scale = block_scales.compute_scales(weight, at_least_float32(x_ni.dtype))
     x_nkz = x_ni.reshape(x_ni.shape[0], scale.shape[-1], -1)
@@ -164,7 +166,7 @@ def _scale_sums(x_ni: jax.Array, weight: Any) -> jax.Array:
     return _subtract_offsets(y, x_ni, weight, scale)
 
 
-def _scale_sums_of_masked_inputs(x_ni: jax.Array, weight: Any) -> jax.Array:
+def _scale_sums_of_masked_inputs(x_ni: jax.Array, weight: Quantized) -> jax.Array:
     """Computes `_scale_sums` by products with the whole values: a vector per group has zeros in place of other inputs."""
     scale = block_scales.compute_scales(weight, at_least_float32(x_ni.dtype))
     count, (groups, group) = x_ni.shape[0], (scale.shape[-1], weight.block[-1])
@@ -175,7 +177,7 @@ def _scale_sums_of_masked_inputs(x_ni: jax.Array, weight: Any) -> jax.Array:
     return _subtract_offsets(y, x_ni, weight, scale)
 
 
-def _scale_weight(x_ni: jax.Array, weight: Any) -> jax.Array:
+def _scale_weight(x_ni: jax.Array, weight: Quantized) -> jax.Array:
     """Scales the weight as it is read, and subtracts offsets from the sums.
 
     With a second array of a weight's size, for the offsets, a TPU would take three times as long.
@@ -184,7 +186,7 @@ def _scale_weight(x_ni: jax.Array, weight: Any) -> jax.Array:
     return _subtract_offsets(y, x_ni, weight, block_scales.compute_scales(weight, y.dtype))
 
 
-def _scale_weight_in_parts(x_ni: jax.Array, weight: Any) -> jax.Array:
+def _scale_weight_in_parts(x_ni: jax.Array, weight: Quantized) -> jax.Array:
     """Widens part of the longest output axis at a time. Every part has indices from all shards of a mesh."""
     outputs = weight.shape[:-1]
     axis = max(range(len(outputs)), key=lambda axis: outputs[axis])
@@ -200,7 +202,7 @@ def _scale_weight_in_parts(x_ni: jax.Array, weight: Any) -> jax.Array:
     return jnp.moveaxis(y, 0, axis + 2).reshape(-1, *outputs)
 
 
-def _subtract_offsets(y: jax.Array, x_ni: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
+def _subtract_offsets(y: jax.Array, x_ni: jax.Array, weight: Quantized, scale: jax.Array) -> jax.Array:
     return block_scales.subtract_offsets("nk,...k->n...", y, x_ni, weight, scale, num_groups=scale.shape[-1])
 
 

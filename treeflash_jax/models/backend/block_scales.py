@@ -1,10 +1,9 @@
 """The numbers that a weight with blocks represents: its scales, offsets and expanded values.
 
-A weight is a `quantized.Quantized` with blocks whose inputs are in order.
+All weights have blocks, and their inputs are in order.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,13 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.models.quantized_weight import Quantized
 
 MATRIX_UNIT_ROWS = 128  # rows of a TPU's matrix unit
 EXACT_IN_BFLOAT16 = ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "int8", "uint8")  # dtypes
 
 
-def widen(weight: Any, dtype: DTypeLike) -> jax.Array:
+def widen(weight: Quantized, dtype: DTypeLike) -> jax.Array:
     """Returns the numbers that a weight represents, computed in float32 at least and rounded once."""
     wide = at_least_float32(dtype)
     numbers = weight.values.astype(wide)
@@ -30,7 +30,7 @@ def widen(weight: Any, dtype: DTypeLike) -> jax.Array:
     return numbers.astype(dtype)
 
 
-def compute_scales(weight: Any, wide: DTypeLike) -> jax.Array:
+def compute_scales(weight: Quantized, wide: DTypeLike) -> jax.Array:
     """Returns the product of both levels of scales, in the shape of `weight.scale`."""
     scale = weight.scale.astype(wide)
     if weight.outer is None:
@@ -39,7 +39,7 @@ def compute_scales(weight: Any, wide: DTypeLike) -> jax.Array:
     return scale / outer if weight.is_divisor else scale * outer
 
 
-def _compute_minimums(weight: Any, wide: DTypeLike) -> jax.Array:
+def _compute_minimums(weight: Quantized, wide: DTypeLike) -> jax.Array:
     minimum = weight.minimum.astype(wide)
     if weight.outer_minimum is None:
         return minimum
@@ -47,7 +47,7 @@ def _compute_minimums(weight: Any, wide: DTypeLike) -> jax.Array:
 
 
 def subtract_offsets(
-    equation: str, y: jax.Array, x: jax.Array, weight: Any, scale: jax.Array, num_groups: int
+    equation: str, y: jax.Array, x: jax.Array, weight: Quantized, scale: jax.Array, num_groups: int
 ) -> jax.Array:
     """Subtracts the part of a product of x that is due to zero points and minimums.
 

@@ -13,11 +13,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend import block_products, block_scales
+from treeflash_jax.models.quantized_weight import Quantized
 
 MOST_VECTORS_SUMMED = 32  # up to this number of vectors, TPUs scale the sums over groups
 
 
-def product(x_xni: jax.Array, weight: Any) -> jax.Array:
+def product(x_xni: jax.Array, weight: Quantized) -> jax.Array:
     """Returns the vectors of each expert times its matrix, [x, n, f], in float32 at least.
 
     This scales the sums over blocks of inputs, because a batch over blocks of outputs would need another layout of the
@@ -25,7 +26,7 @@ def product(x_xni: jax.Array, weight: Any) -> jax.Array:
     parts of the matrices instead; a TPU would first copy these parts whole.
 
     Args:
-      weight: a `quantized.Quantized` with values [x, i, f] and scales [x, k, g].
+      weight: values [x, i, f] and scales [x, k, g].
     """
     count, group = x_xni.shape[1], weight.block[1]
     wide = at_least_float32(x_xni.dtype)
@@ -44,7 +45,7 @@ def keep_layout(weights: Any) -> Any:
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), weights)
 
 
-def _scale_sums(x_xni: jax.Array, weight: Any) -> jax.Array:
+def _scale_sums(x_xni: jax.Array, weight: Quantized) -> jax.Array:
     experts, count, _ = x_xni.shape
     scale_xkg = block_scales.compute_scales(weight, at_least_float32(x_xni.dtype))
     x_xnkz = x_xni.reshape(experts, count, scale_xkg.shape[1], -1)
@@ -55,24 +56,24 @@ def _scale_sums(x_xni: jax.Array, weight: Any) -> jax.Array:
     return _subtract_offsets(y_xnf, x_xni, weight, scale_xkg)
 
 
-def _scale_weights(x_xni: jax.Array, weight: Any) -> jax.Array:
+def _scale_weights(x_xni: jax.Array, weight: Quantized) -> jax.Array:
     widened_xif = block_scales.widen(weight.replace(zero=None, minimum=None), x_xni.dtype)
     y_xnf = block_products.einsum("xni,xif->xnf", x_xni, widened_xif)
     return _subtract_offsets(y_xnf, x_xni, weight, block_scales.compute_scales(weight, y_xnf.dtype))
 
 
-def _scale_weights_in_parts(x_xni: jax.Array, weight: Any) -> jax.Array:
+def _scale_weights_in_parts(x_xni: jax.Array, weight: Quantized) -> jax.Array:
     experts, count, _ = x_xni.shape
     parts = block_products.count_parts(experts, 1)
     x_split, weight_split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x_xni, weight))
 
-    def multiply(part: tuple[jax.Array, Any]) -> jax.Array:
+    def multiply(part: tuple[jax.Array, Quantized]) -> jax.Array:
         x_xni, weight = part[0], keep_layout(part[1])
         return block_products.einsum("xni,xif->xnf", x_xni, block_scales.widen(weight, x_xni.dtype))
 
     return lax.map(multiply, (x_split, keep_layout(weight_split))).reshape(experts, count, -1)
 
 
-def _subtract_offsets(y_xnf: jax.Array, x_xni: jax.Array, weight: Any, scale_xkf: jax.Array) -> jax.Array:
+def _subtract_offsets(y_xnf: jax.Array, x_xni: jax.Array, weight: Quantized, scale_xkf: jax.Array) -> jax.Array:
     num_groups = scale_xkf.shape[1]
     return block_scales.subtract_offsets("xnk,xkf->xnf", y_xnf, x_xni, weight, scale_xkf, num_groups)

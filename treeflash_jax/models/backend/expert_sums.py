@@ -7,7 +7,7 @@ to rounding. Their arguments are:
 - the weights, and the tokens [n, d]
 - the weight of every assignment, in float32 at least; 0 for experts that the device does not hold
 - the expert of every assignment; the number of the device's experts if the device does not hold it
-- the function that joins gate and up map (`silu_join`)
+- the gated activation (`experts.silu_gate`)
 
 They return the sum before it is rounded, without the biases of "expert_down".
 
@@ -27,19 +27,18 @@ from jax.typing import DTypeLike
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.models.backend import block_scales, expert_products
-from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.quantized_weight import Quantized
 
 STEP_INPUTS = 8  # inputs of a matrix that a CPU adds up at a time
 BLOCK = 256  # tokens computed at a time: with more, time goes into products, not into reading weights
-SWIGLU_ALPHA = 1.702  # gpt-oss's; sigmoid(1.702 x) x approximates GELU
 SPARSE = 4  # CPUs always gather if there are this many times more experts than a token chooses
 
-Join = Callable[[jax.Array, jax.Array], jax.Array]  # joins an expert's gate and up map
-Form = Callable[[Params, jax.Array, jax.Array, jax.Array, Join], jax.Array]
+Gate = Callable[[jax.Array, jax.Array], jax.Array]  # gated activation of an expert: function of gate and up map
+Form = Callable[[Params, jax.Array, jax.Array, jax.Array, Gate], jax.Array]
 GATE_UP = ("expert_gate", "expert_up")
 
 
-def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:
     """Returns the sum, [n, d], computed by the form that reads fewest bytes."""
     num_experts, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= num_experts
@@ -49,12 +48,12 @@ def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: 
         on_cpu = default
     on_tpu = partial(_keep_layouts, one_by_one if reads_few else _two_at_least)
     forms = {"cpu": on_cpu, "tpu": on_tpu, "default": default}
-    by_blocks = {platform: partial(_by_blocks, form, join) for platform, form in forms.items()}
+    by_blocks = {platform: partial(_by_blocks, form, gate) for platform, form in forms.items()}
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
 
 def _keep_layouts(
-    form: Form, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join
+    form: Form, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate
 ) -> jax.Array:
     """Runs a form on weights in their layout.
 
@@ -62,29 +61,29 @@ def _keep_layouts(
     loop.
     """
     x_nd, weights = lax.optimization_barrier((x_nd, weights))
-    return form(expert_products.keep_layout(weights), x_nd, weight_nk, ids_nk, join)
+    return form(expert_products.keep_layout(weights), x_nd, weight_nk, ids_nk, gate)
 
 
 def _by_blocks(
-    form: Form, join: Join, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
+    form: Form, gate: Gate, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
 ) -> jax.Array:
     count = x_nd.shape[0]
     if count <= BLOCK:
-        return form(weights, x_nd, weight_nk, ids_nk, join)
+        return form(weights, x_nd, weight_nk, ids_nk, gate)
     blocks = -(-count // BLOCK)
     padding = ((0, blocks * BLOCK - count), (0, 0))
     arrays = [jnp.pad(array, padding).reshape(blocks, BLOCK, -1) for array in (x_nd, weight_nk, ids_nk)]
-    y = lax.map(lambda block: form(weights, *block, join), arrays)
+    y = lax.map(lambda block: form(weights, *block, gate), arrays)
     return y.reshape(blocks * BLOCK, -1)[:count]
 
 
-def all_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def all_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:
     """Runs every token through every expert. Tokens are repeated per expert, or else a GPU would copy the weights."""
     num_experts, count = weights["expert_gate"].shape[0], x_nd.shape[0]
     weight_xn = jnp.sum(jnp.where(ids_nk == jnp.arange(num_experts)[:, None, None], weight_nk, 0), axis=-1)
     x_xnd = jnp.broadcast_to(x_nd, (num_experts, *x_nd.shape))
     products = [_product("xnd,xdf->xnf", x_xnd, weights[name]) for name in GATE_UP]
-    h_xnf = _gated(products, _biases(weights, lambda bias_xf: bias_xf[:, None]), join)
+    h_xnf = _gated(products, _biases(weights, lambda bias_xf: bias_xf[:, None]), gate)
     down, wide = weights["expert_down"], weight_xn.dtype
     if isinstance(down, Quantized):  # scales differ by expert, so they are applied before the sum over experts
         return jnp.sum(_product("xnf,xfd->xnd", h_xnf, down, narrow=False) * weight_xn[..., None], axis=0)
@@ -93,7 +92,7 @@ def all_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: 
     return _product("nz,zd->nd", h_nz, down.reshape(h_nz.shape[1], -1), narrow=False)
 
 
-def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:
     """Adds up a few inputs of all chosen matrices at a time. A CPU compiles each step to a loop that copies nothing."""
     wide = weight_nk.dtype
     ids_a = jnp.minimum(ids_nk, weights["expert_gate"].shape[0] - 1).reshape(-1)
@@ -119,12 +118,12 @@ def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_
         return [_scaled(y_am, scale, dtype) for y_am, scale in zip(sums, scales, strict=True)]
 
     x_ad = jnp.repeat(x_nd, ids_nk.shape[1], axis=0)
-    h_af = _gated(products(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), join)
+    h_af = _gated(products(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), gate)
     (y_ad,) = products(("expert_down",), h_af, narrow=False)
     return jnp.sum(y_ad.reshape(*ids_nk.shape, -1) * weight_nk[..., None], axis=1)
 
 
-def gather_and_reduce(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def gather_and_reduce(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:
     """Sums over gathered matrices instead of multiplying by them. A GPU compiles each to a kernel that stores no copy."""
     wide = weight_nk.dtype
     experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
@@ -137,11 +136,11 @@ def gather_and_reduce(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, id
         y_nkm = jnp.sum(x_nkm.astype(wide)[..., None] * values.astype(wide), axis=2)
         return _scaled(y_nkm, scale, x_nd.dtype if narrow else wide)
 
-    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(gathered), join)
+    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(gathered), gate)
     return jnp.sum(product("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
 
 
-def one_by_one(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def one_by_one(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:
     """Runs the chosen experts one after the other. A TPU multiplies by a slice of the weights without copying it.
 
     With `gather_and_reduce`, a TPU would store the gathered matrices in float32.
@@ -151,18 +150,18 @@ def one_by_one(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: j
     def run(assignment: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         x_1d, weight_11, id_11 = assignment
         expert = jax.tree.map(lambda weight: lax.dynamic_slice_in_dim(weight, id_11[0, 0], 1), experts)
-        return _two_at_least(expert, x_1d, weight_11, jnp.zeros_like(id_11), join)[0]
+        return _two_at_least(expert, x_1d, weight_11, jnp.zeros_like(id_11), gate)[0]
 
     x_ad = jnp.repeat(x_nd, ids_nk.shape[1], axis=0)
     y_ad = lax.map(run, (x_ad[:, None], weight_nk.reshape(-1, 1, 1), ids_nk.reshape(-1, 1, 1)))
     return jnp.sum(y_ad.reshape(*ids_nk.shape, -1), axis=1)
 
 
-def _two_at_least(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, join: Join) -> jax.Array:
+def _two_at_least(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:
     """Runs `all_experts`. To a single token, which TPUs multiply slowly (`products`), it adds a second token of zeros."""
     count = x_nd.shape[0]
     tokens = (jnp.pad(x, ((0, max(0, 2 - count)), (0, 0))) for x in (x_nd, weight_nk, ids_nk))
-    return all_experts(weights, *tokens, join)[:count]
+    return all_experts(weights, *tokens, gate)[:count]
 
 
 def _biases(weights: Params, pick: Callable[[jax.Array], jax.Array] = lambda bias: bias) -> list[jax.Array]:
@@ -170,23 +169,9 @@ def _biases(weights: Params, pick: Callable[[jax.Array], jax.Array] = lambda bia
     return [pick(weights[f"{name}_bias"]) for name in GATE_UP if f"{name}_bias" in weights]
 
 
-def _gated(products: list[jax.Array], biases: list[jax.Array], join: Join) -> jax.Array:
-    gate, up = (y + bias.astype(y.dtype) for y, bias in zip(products, biases, strict=True)) if biases else products
-    return join(gate, up)
-
-
-def silu_join(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
-
-
-def gelu_join(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.gelu(gate, approximate=True) * up
-
-
-def clamped_join(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """Returns (up + 1) * gate * sigmoid(1.702 gate). `limit` bounds the gate from above, and the up map on both sides."""
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
+def _gated(products: list[jax.Array], biases: list[jax.Array], gate: Gate) -> jax.Array:
+    maps = [y + bias.astype(y.dtype) for y, bias in zip(products, biases, strict=True)] if biases else products
+    return gate(*maps)
 
 
 def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow: bool = True) -> jax.Array:

@@ -1,6 +1,7 @@
-"""Gathers and stores in the form that the backend runs fastest.
+"""Gathers and stores, some in the form that the backend runs fastest.
 
-Shape suffixes: b batch, n layers, k key/value heads, s cache slots, p new positions, e head dim, d model.
+Shape suffixes: b batch, t positions, n layers, k key/value heads, s cache slots, p new positions, e head dim, d model, x
+entries, y picked entries.
 """
 
 from collections.abc import Callable
@@ -8,6 +9,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+@jax.jit
+def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
+    """Returns x[b, index[b, y], ...]: gathers along the second axis, per sequence."""
+    return jax.vmap(lambda x_x, index_y: x_x[index_y])(x_bx, index_by)
+
+
+def at_last(x_btd: jax.Array, count_b: jax.Array) -> jax.Array:
+    """Returns the entries at position `count_b` - 1, [b, 1, d]; at the first position if `count_b` is 0."""
+    return jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -15,8 +15,9 @@ import numpy as np
 from flax import struct
 
 from treeflash_jax.models.backend import selection
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.backend.levels import over_depths
-from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, pick
+from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITHOUT_REPLACEMENT, Proposal
 from treeflash_jax.trees.tree_inputs import TreeInputs

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from treeflash_jax.trees.draft_tree import DraftTree
 from treeflash_jax.trees.sampled.draw_tokens import draw_tokens, make_outline
 from treeflash_jax.trees.sampled.proposal import WITH_REPLACEMENT, Proposal
-from treeflash_jax.trees.shape import TreeShape
-from treeflash_jax.trees.tree_inputs import TreeInputs
+from treeflash_jax.trees.tree_inputs import TreeInputs, TreeShape
 
 
 def paths(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.trees.best_first import best_first_search
-from treeflash_jax.trees.draft_tree import DraftTree, pick
+from treeflash_jax.trees.draft_tree import DraftTree
 from treeflash_jax.trees.sampled.draw_tokens import UNUSED, Outline, draw_tokens
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITHOUT_REPLACEMENT, Proposal
 from treeflash_jax.trees.tree_inputs import TreeInputs
