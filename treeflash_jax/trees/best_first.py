@@ -56,12 +56,9 @@ class _Best(NamedTuple):
 def best_first_search(
     inputs: TreeInputs, num_nodes: int, lanes: int | None = None
 ) -> tuple[DraftTree, jax.Array, jax.Array]:
-    """Returns the tree of `best_first`.
+    """Returns the tree of `best_first`, with these numbers of nodes and lanes instead of those in `inputs`.
 
     Also returns, for every node, its index in its parent's `Expander.children`, and whether there may be children below it.
-
-    Args:
-      num_nodes, lanes: numbers of nodes and lanes, instead of those in `inputs`.
     """
     expander, anchor_b, width = inputs.expander, inputs.anchor_b, num_nodes - 1
     if width == 0 or expander.num_depths == 0:
