@@ -38,6 +38,7 @@ GROUPS = {  # titles in help texts
 }
 sampling_setting = partial(setting, group="sampling")
 number_setting = partial(sampling_setting, dtype=float)
+penalty_setting = partial(number_setting, 0.0, least=-2, most=2, unit="logits")
 constraint_setting = partial(sampling_setting, None, unset="none")
 drafting_setting = partial(setting, group="drafting")
 tree_setting = partial(setting, group="tree")
@@ -93,15 +94,9 @@ class GenerateConfig:
         most=100,
         unit="factor",
     )
-    presence_penalty: float | Sequence[float] = number_setting(
-        0.0, "subtracted from the logits of tokens in the answer", least=-2, most=2, unit="logits"
-    )
-    frequency_penalty: float | Sequence[float] = number_setting(
-        0.0,
-        "subtracted from the logits of tokens for every time that they are in the answer",
-        least=-2,
-        most=2,
-        unit="logits",
+    presence_penalty: float | Sequence[float] = penalty_setting("subtracted from the logits of tokens in the answer")
+    frequency_penalty: float | Sequence[float] = penalty_setting(
+        "subtracted from the logits of tokens for every time that they are in the answer"
     )
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = sampling_setting(
         None, "numbers that are added to the logits of tokens, by token id", unset="none", unit="JSON"
@@ -298,11 +293,7 @@ class GenerateConfig:
     )
     log_probs: bool = running_setting(False, "also return the verifier's log-probability of every token")
     top_log_probs: int = running_setting(
-        0,
-        "also return this many of the likeliest tokens for the position of every token",
-        least=0,
-        most=MAX_TOP_LOG_PROBS,
-        unit="tokens",
+        0, "also return this many of the likeliest tokens at every position", least=0, most=MAX_TOP_LOG_PROBS, unit="tokens"
     )
     prompt_log_probs: bool = running_setting(
         False, "also return the log-probabilities of the prompt's tokens; max_new_tokens may then be 0"

@@ -196,8 +196,8 @@ class GenerateSettings(TypedDict, total=False):
         0.12); pallas-tpu for recurrent layers (one of mosaic-gpu, pallas-tpu;
         default: XLA's operations).
       log_probs: also return the verifier's log-probability of every token.
-      top_log_probs: also return this many of the likeliest tokens for the
-        position of every token (default: 0).
+      top_log_probs: also return this many of the likeliest tokens at every
+        position (default: 0).
       prompt_log_probs: also return the log-probabilities of the prompt's
         tokens; max_new_tokens may then be 0.
       expected_lengths: also return the expected number of tokens that each
