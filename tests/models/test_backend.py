@@ -151,13 +151,6 @@ def test_a_tpu_multiplies_two_vectors_at_least(dtype, wide, sizes, batch, monkey
         np.testing.assert_allclose(np.asarray(got, np.float64), exact(equation, x, weight), rtol=2**-7, atol=1e-3)
 
 
-@pytest.fixture
-def on_tpu(monkeypatch) -> None:
-    """Runs functions of `models.backend` in the form for TPUs."""
-    run = lambda *args, tpu=None, default=None, **forms: (tpu or default)(*args)  # noqa: E731
-    monkeypatch.setattr(jax.lax, "platform_dependent", run)
-
-
 @pytest.mark.parametrize("dtype, queries", [("bfloat16", 9), ("bfloat16", 8), ("float16", 9), ("float32", 9)])
 def test_on_a_tpu_many_weights_of_attention_are_added_by_a_product(dtype, queries, on_tpu):
     weights = jnp.asarray(np.random.default_rng(0).random((2, 3, queries, 40), np.float32))
@@ -190,6 +183,21 @@ def test_on_a_tpu_what_is_large_is_computed_in_parts(size, parts, on_tpu, monkey
 
     np.testing.assert_array_equal(products.in_parts(double, x, size, most=3), x["x"] * 2)
     assert len(lengths) == parts and sum(lengths) == 7
+
+
+@pytest.mark.parametrize("sizes", [None, *(pytest.param(sizes, marks=needs_8_devices) for sizes in [(2, 2), (4, 1)])])
+def test_on_a_tpu_positions_are_stored_sequence_by_sequence(sizes, on_tpu):
+    slots, new = (tuple(draw(4, 2, 2, count, 8, seed=i + count) for i in (0, 1)) for count in (9, 3))
+    start, expected = [0, 6, 3, 1], [x.copy() for x in slots]
+    for stored, written in zip(expected, new, strict=True):
+        for b, at in enumerate(start):
+            stored[b, :, :, at : at + 3] = written[b]
+    store = lambda *arrays: indexing.store(*arrays)  # noqa: E731 (its own function: what jit traces here is for TPUs)
+    with sharding.ambient(sizes and make_mesh(*sizes)):
+        program = jax.jit(store).lower(slots, new, jnp.asarray(start)).compile()
+    for got, wanted in zip(program(slots, new, jnp.asarray(start)), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert " scatter(" not in program.as_text()
 
 
 def count_factors(text: str) -> int:
