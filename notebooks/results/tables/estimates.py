@@ -49,7 +49,7 @@ def tpu_models() -> str:
     rows, steps = [], {}
     for result in read("tpu_models.json").values():
         model, is_step = shapes.find_verifier(result["shape"]), result["nodes"] == 1
-        place, times = (result["shape"], result["topology"]), result["estimate"]
+        place, times = (result["shape"], result["topology"], result["batch"]), result["estimate"]
         unread = model.num_experts - model.experts_per_token if is_step else 0  # experts; a tree reads almost all
         unread_bytes = 2 * model.num_layers * unread * 3 * model.hidden_size * model.expert_size
         kind = next(kind for kind, name in TPU_KINDS.items() if name == result["topology"].partition(":")[0])
@@ -59,7 +59,7 @@ def tpu_models() -> str:
             steps[place] = total
         mesh = "x".join(map(str, result["mesh"].values()))
         phases = [f"{times['milliseconds'].get(phase, 0):.2f}" for phase in ("draft", "tree", "verify", "accept", "commit")]
-        cells = [*place, mesh, result["batch"], "step" if is_step else f"round of {result['nodes']} nodes", *phases]
+        cells = [*place[:2], mesh, place[2], "step" if is_step else f"round of {result['nodes']} nodes", *phases]
         cells += [f"{number:.2f}" for number in (total, reading, total / reading, times["copying"])]
         rows.append([*cells, "" if is_step else f"{total / steps[place]:.2f}"])
     names = "draft | tree | verify | accept | commit | total | reading | total / reading | copies | round / step"
