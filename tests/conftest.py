@@ -167,6 +167,13 @@ def backend_form(request, monkeypatch) -> Iterator[str]:
 
 
 @pytest.fixture
+def on_tpu(monkeypatch) -> None:
+    """Runs functions of `models.backend` in the form for TPUs."""
+    run = lambda *args, tpu=None, default=None, **forms: (tpu or default)(*args)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", run)
+
+
+@pytest.fixture
 def as_users_compile(monkeypatch) -> None:
     """Programs that a test compiles ahead of time have the instructions and buffers of the programs that users run."""
     quick = jax.stages.Lowered.compile

@@ -23,6 +23,7 @@ from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.models import attention as attention_module
 from treeflash_jax.models import caches, kernels, quantized, verifier
 from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.backend import products
 from treeflash_jax.models.kv_cache import AXES, LayerKV
 from treeflash_jax.trees import ancestor_mask
 
@@ -104,6 +105,17 @@ def test_xla_is_the_dense_softmax(heads, kv_heads):
     np.testing.assert_allclose(attention(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b), expected, atol=3e-6)
     expected = dense(q_bthe, k_buke, v_buke, np.asarray(mask_btu))
     np.testing.assert_allclose(attention(q_bthe, k_buke, v_buke, mask_btu), expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("parts", [3, 6])
+def test_parts_of_sequences_and_of_queries_equal_the_whole(parts, on_tpu, monkeypatch):
+    arrays = short_arguments()
+    first_bt = np.broadcast_to(np.arange(T), (3, T))
+    whole = tree_attention(*arrays, first_bt=first_bt)
+    monkeypatch.setattr(attention_module, "FEWEST_QUERIES", 1)
+    monkeypatch.setattr(products, "ON_CHIP_BYTES", 3 * T * H * 12 * 4 // parts)
+    np.testing.assert_allclose(tree_attention(*arrays, first_bt=first_bt), whole, atol=1e-6)
+    assert str(jax.make_jaxpr(partial(tree_attention, first_bt=first_bt))(*arrays)).count(" exp ") == 2 * parts
 
 
 def finite(arrays):

@@ -151,23 +151,19 @@ def test_a_tpu_multiplies_two_vectors_at_least(dtype, wide, sizes, batch, monkey
         np.testing.assert_allclose(np.asarray(got, np.float64), exact(equation, x, weight), rtol=2**-7, atol=1e-3)
 
 
-@pytest.fixture
-def on_tpu(monkeypatch) -> None:
-    """Runs functions of `models.backend` in the form for TPUs."""
-    run = lambda *args, tpu=None, default=None, **forms: (tpu or default)(*args)  # noqa: E731
-    monkeypatch.setattr(jax.lax, "platform_dependent", run)
-
-
+@pytest.mark.parametrize("in_one", [True, False])
 @pytest.mark.parametrize("dtype, queries", [("bfloat16", 9), ("bfloat16", 8), ("float16", 9), ("float32", 9)])
-def test_on_a_tpu_many_weights_of_attention_are_added_by_a_product(dtype, queries, on_tpu):
+def test_on_a_tpu_many_weights_of_attention_are_added_by_a_product(dtype, queries, in_one, on_tpu):
     weights = jnp.asarray(np.random.default_rng(0).random((2, 3, queries, 40), np.float32))
     values = jnp.asarray(draw(2, 3, 40, 8, dtype=jnp.dtype(dtype)))
-    mixed, totals = products.attention_sums(weights, values)
+    sums = partial(products.attention_sums, in_one=in_one)
+    mixed, totals = sums(weights, values)
     rounded = np.asarray(weights.astype(values.dtype), np.float64)
     np.testing.assert_allclose(mixed, rounded @ np.asarray(values, np.float64), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(totals, rounded.sum(-1), rtol=1e-5 if queries > 8 else 2**-8)
-    text = str(jax.make_jaxpr(products.attention_sums)(weights, values))
-    assert ("reduce_sum" in text) == (queries == 8 or dtype == "float32")
+    text = str(jax.make_jaxpr(sums)(weights, values))
+    is_plain = queries == 8 or dtype == "float32"
+    assert ("reduce_sum" in text) == is_plain and ("concatenate" in text) == (in_one and not is_plain)
 
 
 @pytest.mark.parametrize("dtype, length, is_product", [("float16", 3, True), ("bfloat16", 1, False), ("float32", 3, False)])
@@ -179,17 +175,45 @@ def test_on_a_tpu_16_bit_heads_of_several_positions_rotate_by_a_product(dtype, l
     np.testing.assert_array_equal(np.asarray(rotated, np.float32), np.asarray(rotation.rotate(x, table), np.float32))
 
 
-@pytest.mark.parametrize("size, parts", [(200, 2), (100, 1), (1000, 3)])
-def test_on_a_tpu_what_is_large_is_computed_in_parts(size, parts, on_tpu, monkeypatch):
+@pytest.mark.parametrize("size, shapes", [
+    (100, [(2, 7)]), (200, [(1, 7)] * 2), (300, [(1, 3), (1, 4)] * 2), (600, [(1, 2), (1, 2), (1, 3)] * 2),
+    (700, [(2, 2), (2, 2), (2, 3)]),
+])  # fmt: skip
+def test_on_a_tpu_what_is_large_is_computed_in_parts(size, shapes, on_tpu, monkeypatch):
+    """Sequences are split before positions, unless there are too many parts; positions into three parts at most."""
     monkeypatch.setattr(products, "ON_CHIP_BYTES", 100)
-    lengths, x = [], {"x": jnp.arange(14.0).reshape(2, 7), "none": None}
+    found, x = [], jnp.arange(14.0).reshape(2, 7)
 
-    def double(x_bt):
-        lengths.append(x_bt["x"].shape[1])
-        return x_bt["x"] * 2
+    def double(part, sequences, positions):
+        found.append(part.shape)
+        return part + x[sequences, positions]
 
-    np.testing.assert_array_equal(products.in_parts(double, x, size, most=3), x["x"] * 2)
-    assert len(lengths) == parts and sum(lengths) == 7
+    np.testing.assert_array_equal(products.in_parts(double, x, size, most=3), x * 2)
+    assert found == shapes
+
+
+@needs_8_devices
+def test_on_a_mesh_no_device_computes_the_parts_of_others(on_tpu, monkeypatch):
+    monkeypatch.setattr(products, "ON_CHIP_BYTES", 100)
+    with sharding.ambient(make_mesh(2, 1)):
+        cuts = []
+        products.in_parts(lambda x, *cut: cuts.append(cut) or x, jnp.zeros((2, 7)), 400, most=3)
+    assert cuts == [(slice(0, 2), slice(0, 3)), (slice(0, 2), slice(3, 7))]
+
+
+@pytest.mark.parametrize("sizes", [None, *(pytest.param(sizes, marks=needs_8_devices) for sizes in [(2, 2), (4, 1)])])
+def test_on_a_tpu_positions_are_stored_sequence_by_sequence(sizes, on_tpu):
+    slots, new = (tuple(draw(4, 2, 2, count, 8, seed=i + count) for i in (0, 1)) for count in (9, 3))
+    start, expected = [0, 6, 3, 1], [x.copy() for x in slots]
+    for stored, written in zip(expected, new, strict=True):
+        for b, at in enumerate(start):
+            stored[b, :, :, at : at + 3] = written[b]
+    store = lambda *arrays: indexing.store(*arrays)  # noqa: E731 (its own function: what jit traces here is for TPUs)
+    with sharding.ambient(sizes and make_mesh(*sizes)):
+        program = jax.jit(store).lower(slots, new, jnp.asarray(start)).compile()
+    for got, wanted in zip(program(slots, new, jnp.asarray(start)), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert " scatter(" not in program.as_text()
 
 
 def count_factors(text: str) -> int:

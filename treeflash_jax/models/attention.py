@@ -97,14 +97,27 @@ def attend_plainly(operands: Operands) -> jax.Array:
     size = q_bthe[..., 0].size * slots * at_least_float32(q_bthe.dtype).itemsize
     queries = q_bthe.shape[1] * q_bthe.shape[2] // operands.k_buke.shape[2]
 
-    def attend(positions: dict[str, jax.Array | None]) -> jax.Array:
-        return _attend(operands._replace(**positions))
+    def attend(q_bthe: jax.Array, sequences: slice, positions: slice) -> jax.Array:
+        is_sliced = q_bthe.shape[0] < operands.q_bthe.shape[0]
+        return _attend(_cut(operands, sequences, positions)._replace(q_bthe=q_bthe), in_one=not is_sliced)
 
-    positions = {name: getattr(operands, name) for name in ("q_bthe", "mask_btu", "first_bt")}
-    return products.in_parts(attend, positions, size, most=queries // FEWEST_QUERIES)
+    return products.in_parts(attend, q_bthe, size, most=queries // FEWEST_QUERIES)
 
 
-def _attend(operands: Operands) -> jax.Array:
+def _cut(operands: Operands, sequences: slice, positions: slice) -> Operands:
+    """Returns the operands of some sequences, with some positions as queries."""
+    q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b = operands
+    if prefix is not None:
+        stacks = prefix.keys_bnkse[sequences], prefix.values_bnkse[sequences]
+        prefix, length_b = LayerKV(*stacks, prefix.layer, prefix.is_ring), length_b[sequences]
+    cut = sequences, positions
+    return Operands(
+        q_bthe[cut], k_buke[sequences], v_buke[sequences], mask_btu[cut], sinks_h,
+        None if first_bt is None else first_bt[cut], prefix, length_b,
+    )  # fmt: skip
+
+
+def _attend(operands: Operands, *, in_one: bool) -> jax.Array:
     q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b = operands
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
@@ -119,9 +132,9 @@ def _attend(operands: Operands) -> jax.Array:
         past_bkqs = logits(q_bkqe, keys_bkse, seen_bts)
         peak_bkq1 = jnp.maximum(peak_bkq1, products.largest(past_bkqs)[..., None])
 
-    mixed_bkqe, total_bkq = products.attention_sums(jnp.exp(new_bkqu - peak_bkq1), v_bkue)
+    mixed_bkqe, total_bkq = products.attention_sums(jnp.exp(new_bkqu - peak_bkq1), v_bkue, in_one=in_one)
     if prefix is not None:
-        past_bkqe, past_bkq = products.attention_sums(jnp.exp(past_bkqs - peak_bkq1), values_bkse)
+        past_bkqe, past_bkq = products.attention_sums(jnp.exp(past_bkqs - peak_bkq1), values_bkse, in_one=in_one)
         mixed_bkqe, total_bkq = mixed_bkqe + past_bkqe, total_bkq + past_bkq
     return divide(mixed_bkqe, total_bkq[..., None], peak_bkq1, sinks_h, q_bthe)
 

@@ -21,6 +21,7 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.models.backend import indexing
+from treeflash_jax.models.backend.indexing import Pair
 from treeflash_jax.models.layer_protocol import LayerState
 
 # Heads come before slots: all positions of a head are then contiguous, as both attention products read them.
@@ -103,19 +104,19 @@ class KVState(LayerState):
     def commit(self, new: NewKV, length_b: jax.Array, count_b: jax.Array, path_bp: jax.Array | None) -> Self:
         """Writes positions in one store of fixed width for keys and one for values."""
 
-        def store(slots_bnkse: jax.Array, layers_btke: tuple[jax.Array, ...]) -> jax.Array:
+        def arrange(layers_btke: tuple[jax.Array, ...]) -> jax.Array:
             new_bntke = jnp.stack(layers_btke, axis=1)
             if path_bp is not None:
                 new_bntke = jnp.take_along_axis(new_bntke, path_bp[:, None, :, None, None], axis=2)
-            new_bnkpe = sharding.constrain(jnp.swapaxes(new_bntke, 2, 3).astype(slots_bnkse.dtype), AXES)
-            new_bnkpe = jnp.where((count_b > 0)[:, None, None, None, None], new_bnkpe, 0)  # waits for the count
-            return self._store(slots_bnkse, new_bnkpe, length_b, count_b)
+            new_bnkpe = sharding.constrain(jnp.swapaxes(new_bntke, 2, 3).astype(self.keys_bnkse.dtype), AXES)
+            return jnp.where((count_b > 0)[:, None, None, None, None], new_bnkpe, 0)  # waits for the count
 
-        keys, values = zip(*new, strict=True)
-        return self.replace(keys_bnkse=store(self.keys_bnkse, keys), values_bnkse=store(self.values_bnkse, values))
+        keys, values = map(arrange, zip(*new, strict=True))
+        keys, values = self._store((self.keys_bnkse, self.values_bnkse), (keys, values), length_b, count_b)
+        return self.replace(keys_bnkse=keys, values_bnkse=values)
 
-    def _store(self, slots_bnkse: jax.Array, new_bnkpe: jax.Array, length_b: jax.Array, count_b: jax.Array) -> jax.Array:
-        return indexing.store(slots_bnkse, new_bnkpe, length_b)  # positions past the count are stored too, but never read
+    def _store(self, slots: Pair, new: Pair, length_b: jax.Array, count_b: jax.Array) -> Pair:
+        return indexing.store(slots, new, length_b)  # positions past the count are stored too, but never read
 
 
 @struct.dataclass
@@ -140,6 +141,6 @@ class KVRing(KVState):
     def longest_cut(self, length_b: jax.Array, kept_b: jax.Array) -> jax.Array:
         return jnp.where(kept_b >= length_b, length_b, 0)
 
-    def _store(self, slots_bnkse: jax.Array, new_bnkpe: jax.Array, length_b: jax.Array, count_b: jax.Array) -> jax.Array:
-        after_bs = self.layer(0).positions(length_b + count_b)
-        return indexing.select(slots_bnkse, new_bnkpe, after_bs - length_b[:, None])
+    def _store(self, slots: Pair, new: Pair, length_b: jax.Array, count_b: jax.Array) -> Pair:
+        index_bs = self.layer(0).positions(length_b + count_b) - length_b[:, None]
+        return indexing.select(slots[0], new[0], index_bs), indexing.select(slots[1], new[1], index_bs)

@@ -46,13 +46,13 @@ def tpu_models() -> str:
     rows, steps = [], {}
     for result in read("tpu_models.json").values():
         is_step = result["nodes"] == 1
-        place, times = (result["shape"], result["topology"]), result["estimate"]
+        place, times = (result["shape"], result["topology"], result["batch"]), result["estimate"]
         total = math.fsum(times["milliseconds"].values())
         if is_step:
             steps[place] = total
         mesh = "x".join(map(str, result["mesh"].values()))
         phases = [f"{times['milliseconds'].get(phase, 0):.2f}" for phase in ("draft", "tree", "verify", "accept", "commit")]
-        cells = [*place, mesh, result["batch"], "step" if is_step else f"round of {result['nodes']} nodes", *phases]
+        cells = [*place[:2], mesh, place[2], "step" if is_step else f"round of {result['nodes']} nodes", *phases]
         cells += [f"{number:.2f}" for number in (total, times["reading"], total / times["reading"], times["copying"])]
         rows.append([*cells, "" if is_step else f"{total / steps[place]:.2f}"])
     names = "draft | tree | verify | accept | commit | total | reading | total / reading | copies | round / step"

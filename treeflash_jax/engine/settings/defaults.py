@@ -126,7 +126,8 @@ def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
     """Returns the usual number of tree nodes, or fewer if nodes x sequences would exceed the ridge; 0 if none fits.
 
     Up to the ridge, a verify pass is limited by reading all weights, like a pass over one token. A round also drafts, and
-    takes longer than a one-token step: "Time of a round" in notebooks/results/README.md.
+    takes longer than a one-token step: "Time of a round" in notebooks/results/README.md. For batches, a TPU's
+    compiler estimates over twice a step: "Number of nodes" in notebooks/results/tpu_estimates.md.
     """
     return usual if device.ridge is None else min(usual, device.ridge // sequences)
 

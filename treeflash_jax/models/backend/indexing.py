@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax.core import sharding
+
+Pair = tuple[jax.Array, jax.Array]  # of keys and of values
+
 
 @jax.jit
 def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
@@ -49,13 +53,41 @@ def slot_repeater(num_slots: int, times: int) -> Callable[[jax.Array], jax.Array
     return lambda slots: lax.platform_dependent(slots, cpu=repeated, default=lambda slots: slots[:, index])
 
 
-def store(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:
-    """Writes new positions into the slots of a cache's array, from slot `start_b` of each sequence on."""
-    if slots_bnkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
-        return lax.dynamic_update_slice_in_dim(slots_bnkse, new_bnkpe, start_b[0], axis=3)
-    if slots_bnkse.dtype != jnp.bfloat16:
-        return _scatter(slots_bnkse, new_bnkpe, start_b)
-    return lax.platform_dependent(slots_bnkse, new_bnkpe, start_b, cpu=_store_by_slot, default=_scatter)
+def store(slots: Pair, new: Pair, start_b: jax.Array) -> Pair:
+    """Writes new positions into the slots of a cache's arrays, from slot `start_b` of each sequence on.
+
+    Args:
+      slots: arrays of keys and of values, [b, n, k, s, e].
+      new: keys and values of the new positions, [b, n, k, p, e].
+    """
+
+    def each(write: Callable[..., jax.Array]) -> Callable[..., Pair]:
+        return lambda slots, new, start_b: jax.tree.map(lambda x, y: write(x, y, start_b), slots, new)
+
+    if slots[0].shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
+        return each(lambda x, y, start_b: lax.dynamic_update_slice_in_dim(x, y, start_b[0], axis=3))(slots, new, start_b)
+    on_cpu = each(_store_by_slot if slots[0].dtype == jnp.bfloat16 else _scatter)
+    return lax.platform_dependent(slots, new, start_b, cpu=on_cpu, tpu=_store_by_sequence, default=each(_scatter))
+
+
+def _store_by_sequence(slots: Pair, new: Pair, start_b: jax.Array) -> Pair:
+    """Stores keys and values of one sequence at a time. XLA for TPUs would make a longer loop of each scatter."""
+
+    def local(slots: Pair, new: Pair, start_b: jax.Array) -> Pair:
+        def store_next(b: jax.Array, slots: Pair) -> Pair:
+            start = start_b[b]
+
+            def write(slots_bnkse: jax.Array, new_bnkpe: jax.Array) -> jax.Array:
+                # The condition always holds. libtpu 0.0.42 fails (RET_CHECK) if the loop copies without any arithmetic.
+                new_1nkpe = jnp.where(start >= 0, lax.dynamic_slice_in_dim(new_bnkpe, b, 1), 0)
+                return lax.dynamic_update_slice(slots_bnkse, new_1nkpe, (b, 0, 0, start, 0))
+
+            return jax.tree.map(write, slots, new)
+
+        return lax.fori_loop(0, len(start_b), store_next, slots)
+
+    layout = ("batch", None, "kv_heads", None, None), slots[0].shape
+    return sharding.over_mesh(local, (slots, new, start_b), (layout, layout, (("batch",), start_b.shape)))
 
 
 def _scatter(slots_bnkse: jax.Array, new_bnkpe: jax.Array, start_b: jax.Array) -> jax.Array:

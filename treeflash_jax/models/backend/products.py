@@ -18,8 +18,6 @@ attention: b batch, k key/value heads, q queries of one key/value head, x keys, 
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +31,7 @@ MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the sp
 MOST_VECTORS_RIGHT = 48  # with more float32 vectors, transposing the result takes longer than copying the weight
 SHORTEST_HALVED = 16  # axes up to this length are not halved for their maximum
 ON_CHIP_BYTES = 2**26  # most bytes of attention logits that a TPU with 128 MiB on chip computes at a time
+MOST_PARTS = 6  # most parts into which sequences are split: trees within a v6e's ridge need 5 at 4,096 positions
 FEW_QUERIES = 8  # per key/value head: for up to these, a CPU multiplies with keys on the left, and a TPU adds their weights
 
 
@@ -76,11 +75,14 @@ def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
     return lax.platform_dependent(q_bkqe, keys_bkxe, cpu=keys_first, default=plain)
 
 
-def attention_sums(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax.Array, jax.Array]:
+def attention_sums(weights_bkqx: jax.Array, values_bkxe: jax.Array, *, in_one: bool = True) -> tuple[jax.Array, jax.Array]:
     """Returns sums of weighted values [b, k, q, e], and of weights [b, k, q], in the dtype of the weights.
 
     A TPU's vector unit takes longer to add weights along an axis than its matrix unit to multiply them with the values. On
-    TPUs, ones are therefore appended to values of 16 bits, which gives the sums of the rounded weights.
+    TPUs, weights are therefore multiplied with ones, which gives the sums of the rounded weights.
+
+    Args:
+      in_one: whether a TPU appends the ones to the values. If these are a slice, XLA would copy it to append anything.
     """
     wide = weights_bkqx.dtype
 
@@ -91,39 +93,50 @@ def attention_sums(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax
     def plain(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax.Array, jax.Array]:
         return mix(weights_bkqx, values_bkxe), jnp.sum(weights_bkqx, axis=-1)
 
-    def in_one(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_products(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if not in_one:
+            return mix(weights_bkqx, values_bkxe), mix(weights_bkqx, jnp.ones_like(values_bkxe))[..., -1]
         mixed_bkqe = mix(weights_bkqx, jnp.concatenate([values_bkxe, jnp.ones_like(values_bkxe)], axis=-1))
         return mixed_bkqe[..., : values_bkxe.shape[-1]], mixed_bkqe[..., -1]
 
     if weights_bkqx.shape[2] <= FEW_QUERIES or values_bkxe.dtype.itemsize > 2:
         return plain(weights_bkqx, values_bkxe)
-    return lax.platform_dependent(weights_bkqx, values_bkxe, tpu=in_one, default=plain)
+    return lax.platform_dependent(weights_bkqx, values_bkxe, tpu=by_products, default=plain)
 
 
-def in_parts(run: Callable[[Any], jax.Array], x_bt: Any, size: int, most: int) -> jax.Array:
-    """Returns `run(x_bt)`, [b, t, ...]. If its arrays do not fit on a TPU's chip, it runs on some positions at a time.
+def in_parts(run: Callable[..., jax.Array], x_bt: jax.Array, size: int, most: int) -> jax.Array:
+    """Returns `run(x_bt, all, all)`. If its arrays do not fit on a TPU's chip, it runs on one part at a time.
+
+    Up to MOST_PARTS, sequences are split first, and positions only if the arrays of one sequence do not fit.
 
     Args:
-      run: function of arrays [b, t, ...] that treats every position t separately.
+      run: function of a part and its slices of sequences and positions, each of which it treats separately.
       size: bytes of its intermediate arrays, on all devices.
-      most: largest number of parts.
+      most: largest number of parts of the positions.
     """
-    mesh, (length, *_) = sharding.current(), [x.shape[1] for x in jax.tree.leaves(x_bt)]
-    parts = min(most, length, -(-size // (ON_CHIP_BYTES * (1 if mesh is None else mesh.size))))
-    if parts <= 1:
-        return run(x_bt)
+    mesh, (batch, length) = sharding.current(), x_bt.shape[:2]
+    parts = max(1, -(-size // (ON_CHIP_BYTES * (1 if mesh is None else mesh.size))))
+    is_sharded = sharding.per_shard(batch, mesh) < batch  # a slice of the batch would lie on some of the devices
+    batch_parts = 1 if is_sharded or parts > MOST_PARTS else min(batch, parts)
+    length_parts = max(1, min(most, length, -(-parts // batch_parts)))
+    cuts = [(b, t) for b in _slices(batch, batch_parts) for t in _slices(length, length_parts)]
 
-    def by_parts(x_bt: Any) -> jax.Array:
-        cuts = [length * i // parts for i in range(parts + 1)]
+    def by_parts(x_bt: jax.Array) -> jax.Array:
         results: list[jax.Array] = []
-        for start, end in pairwise(cuts):
-            part_bt = jax.tree.map(lambda x: x[:, start:end], x_bt)  # noqa: B023 (called at once)
+        for cut in cuts:
+            part_bt = x_bt[cut]
             if results:  # otherwise XLA would compute all parts at the same time
                 part_bt, results[-1] = lax.optimization_barrier((part_bt, results[-1]))
-            results.append(run(part_bt))
-        return jnp.concatenate(results, axis=1)
+            results.append(run(part_bt, *cut))
+        rows = [results[i : i + length_parts] for i in range(0, len(cuts), length_parts)]
+        return jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows], axis=0)
 
-    return lax.platform_dependent(x_bt, tpu=by_parts, default=run)
+    whole = partial(run, sequences=slice(None), positions=slice(None))
+    return whole(x_bt) if len(cuts) == 1 else lax.platform_dependent(x_bt, tpu=by_parts, default=whole)
+
+
+def _slices(length: int, parts: int) -> list[slice]:
+    return [slice(length * i // parts, length * (i + 1) // parts) for i in range(parts)]
 
 
 def largest(x: jax.Array) -> jax.Array:
