@@ -198,8 +198,8 @@ def _read_weights(pair: _Pair, dtype: jnp.dtype, mesh: Mesh | None, schemes: tup
     config, verifier = model_files.load_verifier(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
     if drafter is not None:
         drafter |= draft_vocabulary.load(pair.drafter, drafter, verifier, mesh)
-    if merges_weights(sharding.device(mesh), config.num_kv_heads, mesh):
-        merge(verifier, config)
+    if merges_weights(sharding.device(mesh)):
+        merge(verifier, config, mesh)
     return Weights(verifier, drafter)
 
 
