@@ -69,6 +69,13 @@ def test_no_loop_on_a_mesh_writes_a_weight_of_four_bits(nodes):
     assert written_weights(text, [(math.prod(spec.shape) // 4,) for spec in matrices], nodes, on_chip=True) == []
 
 
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_recurrent_layers_on_a_mesh_send_no_channels_to_other_chips(nodes):
+    """A chip has the queries, keys and values of the same heads, although four chips do not divide attention's heads."""
+    text = compile_rounds(HYBRID, "v5e:2x2", nodes=nodes, ways=4, drafter=NgramDrafter())
+    assert "collective-permute" not in text and "all-to-all" not in text
+
+
 @pytest.mark.parametrize("topology, step_over_reading, round_over_step", [("v5e:2x2", 1.4, 1.65), ("v6e:2x2", 1.4, 1.6)])
 def test_ratios_of_estimates(topology, step_over_reading, round_over_step):
     """Qwen3-4B: a step would take four times as long as reading its bytes if the vector unit multiplied the weights.

@@ -95,7 +95,7 @@ def test_a_text_and_a_tree_after_it(name, is_merged, float64):
     sees[4:, 4:] = SEES
     expected = attended(jax.tree.map(np.asarray, weights), config, x_btd[0], positions, sees, window)
     if is_merged:
-        weights = {key: x for key, x in weights.items() if key not in kind.merged} | kind.merge(weights)
+        weights = {key: x for key, x in weights.items() if key not in kind.merged} | kind.merge(weights, config)
         shapes = {key: spec.shape for key, spec in kind.specs(config, is_merged=True).items()}
         assert {key: x.shape for key, x in weights.items()} == shapes
     np.testing.assert_allclose(run_text_and_tree(weights, x_btd, name), expected, atol=1e-12)

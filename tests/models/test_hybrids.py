@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import slow_unless
-from conftest import DATA
+from conftest import DATA, needs_8_devices
 
-from treeflash_jax.core import parameters
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import caches, kernels, verifier
 from treeflash_jax.models.backend import block_scales
@@ -177,6 +177,25 @@ def test_merged_weights_compute_the_same(float64, name):
     want, _, _ = read_prompt(params, config, expected["prompt0"])
     got, _, _ = read_prompt(merged, config, expected["prompt0"])
     np.testing.assert_allclose(got, want, atol=1e-9)
+
+
+@needs_8_devices
+@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_merged_weights_of_a_mesh_compute_the_same(float64, ways, scheme):
+    """Each of two devices has one key head. Four devices do not divide the key heads."""
+    config, _, expected = load("qwen3_5", jnp.float64)
+    _, whole = model_files.load_verifier(DATA / "hybrid" / "qwen3_5", dtype=jnp.float64, quantize=scheme)
+    want, *_ = read_prompt(whole, config, expected["prompt1"])
+    mesh = sharding.make_mesh(2, ways)
+    _, parts = model_files.load_verifier(DATA / "hybrid" / "qwen3_5", dtype=jnp.float64, mesh=mesh, quantize=scheme)
+    for is_merged in (False, True):
+        if is_merged:
+            verifier.merge(parts, config, mesh)
+        with jax.set_mesh(mesh):
+            got, *_ = read_prompt(parts, config, expected["prompt1"])
+        np.testing.assert_allclose(got, want, atol=1e-9)
+    assert all(x.sharding.spec[0] == "model" for x in jax.tree.leaves(parts["groups"][0][0]["delta_in"]))
 
 
 def test_the_kernel_for_tpus_is_a_choice():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import PROMPTS, TREE, random_weights
+from answers import PROMPTS, TREE, random_weights, with_recurrent_layers
 from conftest import FOLDERS, RANDOM_MODEL, needs_8_devices
 
 import treeflash_jax as tf
@@ -57,6 +57,12 @@ def test_a_device_that_merges_loads_merged_shards_and_answers_alike(trained, mon
 
 
 def test_accelerators_merge_unless_a_mesh_divides_query_heads_alone():
-    gpu, mesh = Device("gpu", "NVIDIA H200"), jax.sharding.AbstractMesh((1, 4), ("data", "model"))
-    assert [defaults.merges_weights(device, 8) for device in (gpu, Device("tpu"), Device("cpu"))] == [True, True, False]
-    assert [defaults.merges_weights(gpu, heads, mesh) for heads in (8, 2)] == [True, False]
+    """Attention and feed-forward parts; recurrent layers are merged on every mesh."""
+    devices = Device("gpu", "NVIDIA H200"), Device("tpu"), Device("cpu")
+    assert [defaults.merges_weights(device) for device in devices] == [True, True, False]
+    mesh = jax.sharding.AbstractMesh((1, 4), ("data", "model"))
+    for kv_heads, is_merged in ((8, True), (2, False)):
+        config = with_recurrent_layers(replace(RANDOM_MODEL, num_heads=8, num_kv_heads=kv_heads, num_layers=2))
+        (recurrent,), (attention,) = verifier.specs(config, is_merged=True, mesh=mesh)["groups"]
+        assert "delta_in" in recurrent and ("qkv" in attention) == is_merged
+        assert [("gate_up" in layer) for layer in (recurrent, attention)] == [is_merged] * 2

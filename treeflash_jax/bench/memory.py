@@ -167,8 +167,7 @@ def compile_programs(
         place = sharding.sharding(("batch",) + (None,) * (x.ndim - 1), x.shape, mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    is_merged = merges_weights(sharding.device(mesh), plan.shared.verifier.num_kv_heads, mesh)
-    specs = verifier.specs(plan.shared.verifier, quantize, is_merged, mesh)
+    specs = verifier.specs(plan.shared.verifier, quantize, merges_weights(sharding.device(mesh)), mesh)
     weights = Weights(parameters.abstract(specs, dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.shared.loaded_drafter.specs(), dtype, mesh))

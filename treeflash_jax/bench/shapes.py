@@ -242,8 +242,7 @@ def random_pair(
     No matrix is zero, because zeros multiply faster than other numbers. Weights that are zero at the start of training are
     small here, so that trees fill up as with a trained head.
     """
-    is_merged = merges_weights(sharding.device(mesh), model.num_kv_heads, mesh)
-    specs = verifier.specs(model, is_merged=is_merged), drafter.specs()
+    specs = verifier.specs(model, is_merged=merges_weights(sharding.device(mesh)), mesh=mesh), drafter.specs()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None = None) -> jax.Array:

@@ -199,8 +199,8 @@ def _read_weights(pair: _Pair, dtype: jnp.dtype, mesh: Mesh | None, schemes: tup
     config, verifier_weights = model_files.load_verifier(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
     if drafter_weights is not None:
         drafter_weights |= draft_vocabulary.load(pair.drafter, drafter_weights, verifier_weights, mesh)
-    if merges_weights(sharding.device(mesh), config.num_kv_heads, mesh):
-        merge(verifier_weights, config)
+    if merges_weights(sharding.device(mesh)):
+        merge(verifier_weights, config, mesh)
     return Weights(verifier_weights, drafter_weights)
 
 

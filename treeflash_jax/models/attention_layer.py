@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs
@@ -62,7 +63,11 @@ class AttentionLayer(LayerKind):
             specs["qkv_bias"] = Spec((k, rows, e), ("kv_heads", None, None), "zeros")
         return specs
 
-    def merge(self, params: Params) -> Params:
+    def can_merge(self, config: ModelConfig, mesh: Mesh | None) -> bool:
+        """Returns whether each device gets whole key/value heads. Otherwise, each would store all queries."""
+        return config.num_kv_heads % (1 if mesh is None else mesh.shape["model"]) == 0
+
+    def merge(self, params: Params, config: ModelConfig) -> Params:
         has_all = {*"qkv"} <= params.keys()
         return merge(params) if has_all and can_join(*(params[name] for name in "qkv")) else params
 

@@ -6,6 +6,9 @@ Shape suffixes: b batch, t new positions, d model, j inputs of the convolution, 
 e key dim, f value dim, z = h f.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any, Self
 
 import jax
@@ -17,6 +20,7 @@ from treeflash_jax.core import programs
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.models import delta_rule, kernels, layers
+from treeflash_jax.models.backend import block_scales
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.delta_rule import DeltaState, NewDelta
 from treeflash_jax.models.layer_protocol import LayerKind, LayerState, PassInputs
@@ -24,6 +28,7 @@ from treeflash_jax.models.packed_attention import PackedMask
 from treeflash_jax.models.quantized import product
 from treeflash_jax.models.quantized_weight import can_join
 
+MAPS = ("delta_qkv", "delta_z", "delta_b", "delta_a")  # of the layer's input
 _AXES = DeltaState(("batch", None, "heads"), ("batch", "heads", None, None))
 
 
@@ -70,12 +75,12 @@ class DeltaLayerState(LayerState):
 class DeltaLayer(LayerKind):
     """A gated delta rule behind a short convolution, with a gated norm of its output."""
 
-    merged = ("delta_qkv", "delta_z", "delta_b", "delta_a")
+    merged = (*MAPS, "conv")
 
     def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
         d, sizes = config.hidden_size, config.delta
         h, z = sizes.value_heads, sizes.value_heads * sizes.value_dim
-        widths = dict(zip(self.merged, (sizes.channels, z, h, h), strict=True))
+        widths = dict(zip(MAPS, (sizes.channels, z, h, h), strict=True))
         if is_merged:
             widths = {"delta_in": sum(widths.values())}
         maps = {name: Spec((size, d), ("heads", "embed"), inputs=(1,), outputs=(0,)) for name, size in widths.items()}
@@ -87,8 +92,11 @@ class DeltaLayer(LayerKind):
             "delta_o": Spec((d, z), ("embed", "heads"), inputs=(1,), outputs=(0,)),
         }
 
-    def merge(self, params: Params) -> Params:
-        return merge(params) if can_join(*params.values()) else params
+    def merge(self, params: Params, config: ModelConfig) -> Params:
+        """Joins quantised maps only if no two outputs share a scale: a block of outputs may belong to several devices."""
+        maps = [params[name] for name in MAPS]
+        has_row_scales = all(part.shape[0] == x.shape[0] for x in maps for part in jax.tree.leaves(x))
+        return merge(params, config=config) if has_row_scales and can_join(*maps) else params
 
     def init(
         self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool = True
@@ -110,9 +118,8 @@ class DeltaLayer(LayerKind):
         qkv_btc, z_bthf, beta_bth, decay_bth = _project(params, config, x_btd)
         if x_btd.shape[1] > 1:  # otherwise XLA:GPU keeps float32 partial sums until the commit
             qkv_btc = jax.lax.optimization_barrier(qkv_btc)
-        convolved_btc = delta_rule.convolve(
-            qkv_btc, before.window_bjc, params["conv"], inputs.positions_bt, mask_btu, length_b
-        )
+        conv_cj = params["conv"] if "delta_in" in params else by_shard(config, [params["conv"]], 0)
+        convolved_btc = delta_rule.convolve(qkv_btc, before.window_bjc, conv_cj, inputs.positions_bt, mask_btu, length_b)
         q_btge, k_btge, v_bthf = _heads(config, jax.nn.silu(convolved_btc))
         arrays = q_btge * config.delta.key_dim**-0.5, k_btge, v_bthf, decay_bth, beta_bth, before.state_bgez, mask_btu
         attend = kernels.find("delta rule", *arrays) or delta_rule.attend
@@ -124,11 +131,43 @@ class DeltaLayer(LayerKind):
         return y_btd, NewDelta(qkv_btc, k_btge, updates_bthf, decay_bth)
 
 
-@programs.jit
-def merge(params: Params) -> Params:
-    """Joins the four maps of the input into an array."""
-    maps = [params[name] for name in DeltaLayer.merged]
-    return {"delta_in": jax.tree.map(lambda *maps_cd: jnp.concatenate(maps_cd), *maps)}
+@partial(programs.jit, static_argnames="config")
+def merge(params: Params, config: ModelConfig) -> Params:
+    """Joins the four maps of the input into an array. Orders its channels, and the convolution's, as `by_shard` does."""
+    maps = [params[name] for name in MAPS]
+    joined = jax.tree.map(lambda *maps_cd: by_shard(config, maps_cd, 0), *maps)
+    return {"delta_in": joined, "conv": by_shard(config, [params["conv"]], 0)}
+
+
+def by_shard(config: ModelConfig, parts: Sequence[jax.Array], axis: int) -> jax.Array:
+    """Joins arrays along their axis of channels: all channels of the first device's heads, then those of the next device.
+
+    Each device of the ambient mesh's model axis then has the queries, keys and values of the same heads, and a pass moves
+    none of them to another device.
+
+    Args:
+      parts: an array with channels of all queries, all keys and all values; arrays with channels of all value heads.
+    """
+    keys = config.delta.key_heads * config.delta.key_dim
+    parts = [*jnp.split(parts[0], [keys, 2 * keys], axis), *parts[1:]]
+    before, after = parts[0].shape[:axis], parts[0].shape[axis + 1 :]
+    parts = [part.reshape(*before, _count_shards(config), -1, *after) for part in parts]
+    return jnp.concatenate(parts, axis + 1).reshape(*before, -1, *after)
+
+
+def _split(config: ModelConfig, x_btc: jax.Array, *sizes: int) -> list[jax.Array]:
+    """Returns the parts of a result of `by_shard`. `sizes` are the numbers of channels of all parts but the last."""
+    place, shards = x_btc.shape[:2], _count_shards(config)
+    ends = [end // shards for end in accumulate(sizes)]
+    if shards > 1:  # an additional axis of size 1 would take more operations
+        x_btc = x_btc.reshape(*place, shards, -1)
+    return [part.reshape(*place, -1) for part in jnp.split(x_btc, ends, axis=-1)]
+
+
+def _count_shards(config: ModelConfig) -> int:
+    """Returns the size of the ambient mesh's model axis; 1 if it does not divide the key heads."""
+    ways = block_scales.model_ways()
+    return ways if config.delta.key_heads % ways == 0 else 1
 
 
 def _project(params: Params, config: ModelConfig, x_btd: jax.Array) -> tuple[jax.Array, ...]:
@@ -136,10 +175,10 @@ def _project(params: Params, config: ModelConfig, x_btd: jax.Array) -> tuple[jax
     sizes = config.delta
     z = sizes.value_heads * sizes.value_dim
     if "delta_in" in params:
-        ends = [sizes.channels, sizes.channels + z, sizes.channels + z + sizes.value_heads]
-        parts = jnp.split(product("btd,cd->btc", x_btd, params["delta_in"]), ends, axis=-1)
+        parts = _split(config, product("btd,cd->btc", x_btd, params["delta_in"]), sizes.channels, z, sizes.value_heads)
     else:
-        parts = [product("btd,cd->btc", x_btd, params[name]) for name in DeltaLayer.merged]
+        parts = [product("btd,cd->btc", x_btd, params[name]) for name in MAPS]
+        parts[0] = by_shard(config, parts[:1], 2)
     qkv_btc, z_btz, b_bth, a_bth = parts
     wide = at_least_float32(x_btd.dtype)
     rate_h, bias_h = (params[name].astype(wide) for name in ("log_rate", "time_bias"))
@@ -152,7 +191,7 @@ def _heads(config: ModelConfig, qkv_btc: jax.Array) -> tuple[jax.Array, jax.Arra
     """Returns queries and keys of length 1, [b, t, g, e], and values [b, t, h, f]."""
     sizes, place = config.delta, qkv_btc.shape[:2]
     keys = sizes.key_heads * sizes.key_dim
-    q_btc, k_btc, v_btc = jnp.split(qkv_btc, [keys, 2 * keys], axis=-1)
+    q_btc, k_btc, v_btc = _split(config, qkv_btc, keys, keys)
     q_btge, k_btge = (x.reshape(*place, sizes.key_heads, sizes.key_dim) for x in (q_btc, k_btc))
     q_btge, k_btge = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q_btge, k_btge))
     return q_btge, k_btge, v_btc.reshape(*place, sizes.value_heads, sizes.value_dim)

@@ -43,7 +43,8 @@ class DeltaState:
     """The state of a layer after the committed positions. Its size does not depend on their number.
 
     Attributes:
-      window_bjc: inputs of the convolution at the last j - 1 positions, oldest first; 0 before the first token.
+      window_bjc: inputs of the convolution at the last j - 1 positions, oldest first; 0 before the first token. Channels
+        are ordered as by `delta_layer.by_shard`.
       state_bgez: states S of the value heads of each key head, side by side; float32 at least. Products with keys read and
         write them in this layout.
     """

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core.parameters import Params, Spec
@@ -106,7 +107,11 @@ class LayerKind(ABC):
           is_merged: whether to return the specs of the weights after `merge`.
         """
 
-    def merge(self, params: Params) -> Params:
+    def can_merge(self, config: ModelConfig, mesh: Mesh | None) -> bool:
+        """Returns whether a mesh can shard the merged weights; None: one device."""
+        return True
+
+    def merge(self, params: Params, config: ModelConfig) -> Params:
         """Joins the weights in `merged`, maps of the same input, into one array. Leaves them as they are if it cannot."""
         return params
 

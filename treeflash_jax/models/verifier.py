@@ -8,6 +8,7 @@ x model, v vocabulary, l layers, p width of a layer's own input.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -58,12 +59,13 @@ def specs(
       mesh: mesh on which every shard has whole blocks of quantised weights; None: one device.
       wide_tables: whether vocabulary tables stay unquantised under every scheme.
     """
-    shape = config.vocab_size, config.hidden_size
+    shape, can_merge = (config.vocab_size, config.hidden_size), _can_merge(config, mesh)
     table = Spec(shape, ("vocab", "embed"), inputs=(1,), can_quantize=not wide_tables)
 
     def layer(kind: str, is_sparse: bool) -> dict[str, Spec]:
         sizes = config.of_kind(kind)
-        return layers.layer_specs(sizes, KINDS[kind].specs(sizes, is_merged), is_sparse, is_merged)
+        mixer = KINDS[kind].specs(sizes, is_merged and can_merge[kind])
+        return layers.layer_specs(sizes, mixer, is_sparse, is_merged and all(can_merge.values()))
 
     tree = {
         "embed": table,
@@ -85,7 +87,7 @@ def layer_input_specs(config: ModelConfig) -> dict[str, Spec]:
     }
 
 
-def merge(params: Params, config: ModelConfig) -> None:
+def merge(params: Params, config: ModelConfig, mesh: Mesh | None = None) -> None:
     """Joins maps of the same input into one array, in place, unless they are quantised in different ways.
 
     While a layer is joined, devices hold its weights twice.
@@ -95,9 +97,22 @@ def merge(params: Params, config: ModelConfig) -> None:
         if parts := {name: weights.pop(name) for name in names if name in weights}:
             weights |= jax.block_until_ready(run(parts))
 
-    for weights, kind in zip(chain(*params["groups"]), config.kinds, strict=True):
-        join(weights, KINDS[kind].merged, KINDS[kind].merge)
-        join(weights, layers.GATE_UP, layers.merge_gate_up)
+    can_merge = _can_merge(config, mesh)
+    with sharding.ambient(mesh):
+        for weights, name in zip(chain(*params["groups"]), config.kinds, strict=True):
+            if can_merge[name]:
+                join(weights, KINDS[name].merged, partial(KINDS[name].merge, config=config.of_kind(name)))
+            if all(can_merge.values()):
+                join(weights, layers.GATE_UP, layers.merge_gate_up)
+
+
+def _can_merge(config: ModelConfig, mesh: Mesh | None) -> dict[str, bool]:
+    """Returns for each kind of layer whether the mesh can shard its weights after `merge`.
+
+    Gate and up are joined only if all kinds can: otherwise, a step on TPUs would take longer by their compiler's estimate
+    (`notebooks/results/tpu_estimates.md`).
+    """
+    return {kind: KINDS[kind].can_merge(config.of_kind(kind), mesh) for kind in config.kinds}
 
 
 def forward(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core.devices import BFLOAT16_INSTRUCTIONS, MATRIX_INSTRUCTIONS, Device
@@ -194,13 +193,12 @@ def choose_residual_dtype(device: Device, dtype: DTypeLike) -> jnp.dtype | None:
     return jnp.dtype(jnp.float32) if device.is_cpu and jnp.dtype(dtype).itemsize < 4 else None
 
 
-def merges_weights(device: Device, kv_heads: int, mesh: Mesh | None = None) -> bool:
+def merges_weights(device: Device) -> bool:
     """Returns whether matrices of the verifier that read the same input are stored as one array (`verifier.merge`).
 
-    Rounds are then faster on GPUs. Nothing is merged if the mesh's model axis does not divide the key/value heads, because
-    each device would then store all queries. Measured: notebooks/results/latency_h200.md#launches.
+    Rounds are then faster on GPUs: notebooks/results/latency_h200.md#launches.
     """
-    return not device.is_cpu and kv_heads % (1 if mesh is None else mesh.shape["model"]) == 0
+    return not device.is_cpu
 
 
 def keeps_fp8(device: Device, dtype: DTypeLike, tokens: int) -> bool:
