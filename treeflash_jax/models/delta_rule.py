@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import DeltaSizes
 
 BLOCK = 64  # positions solved together; longer chunks carry the state from block to block
@@ -103,7 +104,7 @@ def convolve(
     steps_btx = jnp.where(is_visible_btx, positions_bt[:, :, None] - positions_bx[:, None], num_inputs)
     is_ancestor_btjx = steps_btx[:, :, None] == num_inputs - 1 - jnp.arange(num_inputs)[:, None]
     inputs_bxc = jnp.concatenate([window_bjc.astype(x_btc.dtype), x_btc], axis=1)
-    ancestors_btjc = jax.vmap(lambda x_xc, index_tj: x_xc[index_tj])(inputs_bxc, jnp.argmax(is_ancestor_btjx, axis=-1))
+    ancestors_btjc = pick(inputs_bxc, jnp.argmax(is_ancestor_btjx, axis=-1))
     weight_btjc = jnp.where(jnp.any(is_ancestor_btjx, axis=-1)[..., None], weight_cj.T.astype(wide), 0)
     return jnp.sum(ancestors_btjc.astype(wide) * weight_btjc, axis=2)
 
@@ -213,10 +214,10 @@ def commit(state: DeltaState, new: NewDelta, count_b: jax.Array, path_bp: jax.Ar
     These positions follow each other along one path. Other positions of the pass have no effect.
     """
     if path_bp is not None:
-        new = jax.tree.map(lambda x_bt: jax.vmap(lambda x_t, path_p: x_t[path_p])(x_bt, path_bp), new)
+        new = jax.tree.map(lambda x_bt: pick(x_bt, path_bp), new)
     window_bxc = jnp.concatenate([state.window_bjc, new.inputs_btc.astype(state.window_bjc.dtype)], axis=1)
     last_bj = count_b[:, None] + jnp.arange(state.window_bjc.shape[1])
-    window_bjc = jax.vmap(lambda x_xc, index_j: x_xc[index_j])(window_bxc, last_bj)
+    window_bjc = pick(window_bxc, last_bj)
     size = new.decay_bth.shape[1]
     is_kept_bt1 = (jnp.arange(size) < count_b[:, None])[..., None]
     decay_bth = jnp.where(is_kept_bt1, new.decay_bth, 0)

@@ -75,7 +75,7 @@ def _store_by_sequence(slots: Pair, new: Pair, start_b: jax.Array) -> Pair:
 
     def local(slots: Pair, new: Pair, start_b: jax.Array) -> Pair:
         def store_next(b: jax.Array, slots: Pair) -> Pair:
-            start = start_b[b]
+            start = start_b[b].astype(b.dtype)
 
             def write(slots_bnkse: jax.Array, new_bnkpe: jax.Array) -> jax.Array:
                 # The condition always holds. libtpu 0.0.42 fails (RET_CHECK) if the loop copies without any arithmetic.
