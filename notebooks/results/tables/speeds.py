@@ -43,8 +43,7 @@ def tau() -> str:
 @shown
 def speeds() -> str:
     """Formats tokens per second on several devices, beside llama.cpp if it was measured."""
-    peers, tiny, h100 = read("peers_smollm2.json"), read("drafters_tiny.json"), read("published_h100.json")
-    rows = []
+    peers, tiny, rows = read("peers_smollm2.json"), read("drafters_tiny.json"), []
     for drafting, dtype, model, device in (
         ("trained", "bfloat16", "SmolLM2-135M", "2 CPU cores, amx_bf16"),
         ("zen5", "bfloat16", "SmolLM2-135M", "2 CPU cores, avx512_bf16"),
@@ -56,13 +55,10 @@ def speeds() -> str:
     ways = {(system["drafter"], system["way"], system["nodes"]): system["tokens_per_second"] for system in tiny["systems"]}
     paces = [f"{ways[key]:.0f}" for key in (("none", "one token", None), ("TreeFlash", "tree", 16))]
     rows.append(["`tiny`", "2 CPU cores, float32", *paces, "-"])
-    plain = next(row["ms"] for row in h100["rows"] if row["name"] == "one token at a time")
-    rows.append(["Qwen3-4B, random weights", "one H100", f"{1000 / plain:.0f}", "-", "-"])
     note = (
         "Tokens per second; T = 0, batch 1, 64 new tokens, prompts included; bfloat16 with 8 nodes, float32 with 16. "
         "Drafting slows the toy pair `tiny`. llama.cpp: 4-bit weights. "
-        "Commands: [SmolLM2](notebooks/results/peers_smollm2.md), "
-        "[tiny](notebooks/results/drafters_tiny.md), [Qwen3-4B](notebooks/results/published_h100.md)."
+        "Commands: [SmolLM2](notebooks/results/peers_smollm2.md), [tiny](notebooks/results/drafters_tiny.md)."
     )
     return section("model | device | one token at a time | drafted | llama.cpp", rows, note)
 
