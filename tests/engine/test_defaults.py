@@ -56,6 +56,15 @@ def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, can
     assert sizes(builder="chain") == (16, candidates, 16), "a chain is the whole block"
 
 
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite"])
+def test_trees_on_tpus_are_larger_the_fewer_sequences_there_are(kind, tiny):
+    device = Device("tpu", kind)
+    counts = [plan(tiny, device, sequences=count).num_nodes for count in (1, 2, 3, 8, 64, 65)]
+    assert counts == [64, 64, 42, 16, 2, 1]
+    assert plan(tiny, device, drafter=replace(tiny.drafter, num_nodes=100)).num_nodes == 100
+    assert plan(tiny, device, sequences=8, nodes=40).num_nodes == 40
+
+
 @pytest.mark.parametrize("builder", ["best-first", "walk", "chain"])
 @pytest.mark.parametrize("device", [Device("cpu"), ZEN5, AMX, H100])
 def test_the_default_number_of_nodes_can_be_given(device, builder, tiny):

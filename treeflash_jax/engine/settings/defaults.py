@@ -37,6 +37,8 @@ class DeviceDefaults:
       ngrams: number of matches of n-grams that join a tree.
       shortlist: number of tokens per depth that a head scores if the vocabulary is large.
       nodes: largest default number of tree nodes; a block is then no longer than the tree.
+      fewest_nodes: smallest default number of tree nodes for one sequence.
+      tokens: most default nodes of all trees of a batch; None: the ridge of the device.
       candidates: most likely tokens per depth of a block drafter.
       depths, lanes: sizes of trees of up to `nodes` nodes, for drafters whose network runs once per level.
     """
@@ -48,6 +50,8 @@ class DeviceDefaults:
     ngrams: int | None
     shortlist: int | None
     nodes: int | None
+    fewest_nodes: int
+    tokens: int | None
     candidates: int | None
     depths: int | None
     lanes: int | None
@@ -62,6 +66,8 @@ PLAIN_CPU = DeviceDefaults(
     ngrams=8,
     shortlist=32,  # the whole vocabulary takes several times as long, at equal tau
     nodes=8,  # faster than 5 for most prompts: notebooks/results/README.md#speed-of-smollm2-on-a-cpu
+    fewest_nodes=1,
+    tokens=None,
     candidates=8,  # more are slower, at equal tau
     depths=4,  # with two lanes faster than the drafters' usual trees: notebooks/results/drafters_smollm2.md#number-of-nodes
     lanes=2,
@@ -75,17 +81,21 @@ ACCELERATOR = DeviceDefaults(
     prefill_passes=16,
     ngrams=None,  # never timed
     shortlist=None,  # the vocabulary table is read once for all contexts of a head's second stage
-    nodes=None,  # on TPUs, more than 64 are estimated to cost more than they add to tau: notebooks/results/tpu_estimates.md
+    nodes=None,
+    fewest_nodes=1,
+    tokens=None,
     candidates=None,
     depths=None,
     lanes=None,
 )
+# By the compiler's estimate, never measured: notebooks/results/tpu_estimates.md#number-of-nodes.
+TPU = replace(ACCELERATOR, fewest_nodes=64, tokens=128)
 
 
 def of_device(device: Device, dtype: DTypeLike = jnp.bfloat16) -> DeviceDefaults:
     """Returns the table of a device that computes with weights of `dtype`."""
     if not device.is_cpu:
-        return ACCELERATOR
+        return TPU if device.backend == "tpu" else ACCELERATOR
     return PLAIN_CPU if pays_per_token(device, dtype) else MATRIX_CPU
 
 
@@ -106,8 +116,8 @@ def pays_per_token(device: Device, dtype: DTypeLike) -> bool:
 def drafting_pays(device: Device, dtype: DTypeLike, tau: float | None = None, sequences: int = 1) -> bool:
     """Returns whether drafting a small tree is expected to be faster than one-token decoding.
 
-    On an accelerator, drafting is expected to pay if a tree of two nodes is within the device's ridge
-    (`nodes_within_ridge`). On a CPU on which every token costs time, tau must exceed the number in BREAK_EVEN_TAU for
+    On an accelerator, drafting is expected to pay if a tree of two nodes is within the device's limit
+    (`limit_nodes`). On a CPU on which every token costs time, tau must exceed the number in BREAK_EVEN_TAU for
     `sequences`, rounded up to a number in that table. With more sequences than the table has, drafting never pays.
 
     Args:
@@ -115,25 +125,27 @@ def drafting_pays(device: Device, dtype: DTypeLike, tau: float | None = None, se
       sequences: number of sequences decoded together; on a mesh, by each data-parallel group (`sharding.per_shard`).
     """
     if not pays_per_token(device, dtype):
-        return nodes_within_ridge(device, 2, sequences) == 2
+        return limit_nodes(device, 2, sequences) == 2
     is_bfloat16 = jnp.dtype(dtype) == jnp.bfloat16 and device.features & BFLOAT16_INSTRUCTIONS
     needed = BREAK_EVEN_TAU["bfloat16" if is_bfloat16 else "float32"]
     return (tau or USUAL_TAU) > min((least for count, least in needed.items() if count >= sequences), default=math.inf)
 
 
-def nodes_within_ridge(device: Device, usual: int, sequences: int) -> int:
-    """Returns the usual number of tree nodes, or fewer if nodes x sequences would exceed the ridge; 0 if none fits.
+def limit_nodes(device: Device, usual: int, sequences: int) -> int:
+    """Returns the usual number of tree nodes, or fewer if nodes x sequences would exceed a limit; 0 if none fits.
 
-    Up to the ridge, a verify pass is limited by reading all weights, like a pass over one token. A round also drafts, and
-    takes longer than a one-token step: "Time of a round" in notebooks/results/README.md. For batches, a TPU's
-    compiler estimates over twice a step: "Number of nodes" in notebooks/results/tpu_estimates.md.
+    The limit is the ridge of the device unless its table has another. Up to the ridge, a verify pass is limited by reading
+    all weights, like a pass over one token. A round also drafts, and takes longer than a one-token step: "Time of a round"
+    in notebooks/results/README.md.
     """
-    return usual if device.ridge is None else min(usual, device.ridge // sequences)
+    most = of_device(device).tokens or device.ridge
+    return usual if most is None else min(usual, most // sequences)
 
 
 def choose_nodes(drafter: Drafter, table: DeviceDefaults) -> int:
     """Returns the number of nodes of a tree for one sequence."""
-    return min(drafter.num_nodes, table.nodes or drafter.num_nodes)
+    usual = max(drafter.num_nodes, table.fewest_nodes)
+    return min(usual, table.nodes or usual)
 
 
 def draft_settings(

@@ -13,7 +13,7 @@ from treeflash_jax.core.checks import expect, refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.engine.settings.defaults import LARGE_VOCABULARY, PLAIN_CPU
+from treeflash_jax.engine.settings.defaults import LARGE_VOCABULARY, PLAIN_CPU, TPU
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.attention import IMPLEMENTATIONS
 from treeflash_jax.models.kernels import SETS
@@ -216,8 +216,9 @@ class GenerateConfig:
     nodes: int | None = nodes_setting(
         None,
         "tree nodes verified per round, the root (the last token of the text) included",
-        unset="for one path its full length; for a tree the drafter's, usually 16, but at most "
-        f"{PLAIN_CPU.nodes} {ON_PLAIN_CPU}; fewer for large batches on known accelerators",
+        unset="for one path its full length; for a tree the drafter's, usually 16, but at least "
+        f"{TPU.fewest_nodes} on TPUs, at most {PLAIN_CPU.nodes} {ON_PLAIN_CPU}; fewer for batches on TPUs, and for large "
+        "ones on known GPUs",
         basic=True,
     )
     acceptance: str | None = tree_setting(

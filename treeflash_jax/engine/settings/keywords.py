@@ -103,8 +103,9 @@ class GenerateSettings(TypedDict, total=False):
         setting is given).
       nodes: tree nodes verified per round, the root (the last token of the
         text) included (default: for one path its full length; for a tree the
-        drafter's, usually 16, but at most 8 on a CPU not using amx_bf16; fewer
-        for large batches on known accelerators).
+        drafter's, usually 16, but at least 64 on TPUs, at most 8 on a CPU not
+        using amx_bf16; fewer for batches on TPUs, and for large ones on known
+        GPUs).
       batch_size: sequences decoded together; with fewer prompts, the unused
         slots decode padding. Every size is compiled once (default: the number
         of answers rounded up to 1, 2, 4 or 8; 8 for more).

@@ -79,7 +79,7 @@ def resolve(
     _check_settings(config, drafter, name, builder)
     shape, rule, requested = _choose_tree(config, verifier, drafter, builder)
     usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, table)  # `size` cuts a chain
-    limit = requested or max(2, defaults.nodes_within_ridge(device, usual, sequences), 1 + (config.lanes or 0))
+    limit = requested or max(2, defaults.limit_nodes(device, usual, sequences), 1 + (config.lanes or 0))
     expect((config.lanes or 0) < limit, "lanes", config.lanes, f"at most {limit - 1}: the nodes below the root")
     if "lanes" in builder.reads and config.lanes is None:
         shape = replace(shape, lanes=defaults.choose_lanes(drafter, limit, table))
