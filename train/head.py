@@ -68,6 +68,9 @@ class HeadStage(BlockStage):
         if drafter.extras:
             got = f"{self.drafter}: got a drafter with {' and '.join(drafter.extras)}"
             raise ValueError(f"{got}, expected a DFlash backbone without: no head is trained on others")
+        if drafter.embedding_factor != model.embedding_factor:
+            got = f"{self.drafter}: got a drafter trained without the verifier's embedding factor"
+            raise ValueError(f"{got}, expected one with it: the files of a trained head cannot store such a backbone")
         if self.keep_head and drafter.head != self.head:
             raise ValueError(f"{self.drafter}: got a drafter with head {drafter.head!r} to be kept, expected {self.head!r}")
         temperature = self.drafter_temperature or drafter.drafter_temperature

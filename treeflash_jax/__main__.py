@@ -1,3 +1,5 @@
+"""Runs the command line: `python -m treeflash_jax` is the same as `treeflash`."""
+
 import sys
 
 from treeflash_jax.cli.commands import main

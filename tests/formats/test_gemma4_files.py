@@ -3,10 +3,12 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from answers import random_weights
 from conftest import DATA, RANDOM_DRAFTER, needs_8_devices
 from gguf_files import write_small
 from model_files import assert_same, change_tensors
@@ -188,13 +190,29 @@ def gemma_for(drafter) -> ModelConfig:
     return replace(parse("verifier", RAW["gemma4"]), **sizes, embedding_factor=width**0.5)
 
 
+FOR_GEMMA = {"verifier": ("google/gemma-4-31B-it", "Gemma4ForConditionalGeneration")}
+
+
 def test_block_drafters_of_the_speculators_library_embed_without_a_factor():
     """As it trains them. A drafter with the factor cannot be written in this form."""
     drafter = parse("drafter", json.loads((DATA / "published" / "dspark_speculators" / "config.json").read_text()))
     fitted = replace(drafter, taps=(0,), num_target_layers=None).fitted(gemma_for(drafter))
     assert fitted.embedding_factor == 1
-    trained = replace(RANDOM_DRAFTER, head="lowrank", shifted=True, embedding_factor=3.0)
-    refused(lambda: dialects.DIALECTS["speculators-dspark"].to_hf(trained), "reads embeddings times 3", "another dialect")
+    for fields in ({"embedding_factor": 3.0}, {"logit_cap": 30.0}, FOR_GEMMA):
+        trained = replace(RANDOM_DRAFTER, head="lowrank", shifted=True, **fields)
+        write = partial(dialects.DIALECTS["speculators-dspark"].to_hf, trained)
+        refused(write, "trained with the verifier's embedding factor", "another dialect")
+
+
+@pytest.mark.parametrize("dialect", ["dflash", "treeflash"])
+def test_drafters_without_a_factor_are_converted_unless_they_are_for_gemma(dialect, tmp_path):
+    drafter = replace(RANDOM_DRAFTER, head="marginal", scales_embeddings=False)
+    params = random_weights(drafter.specs())
+    for name, fields in (("theirs", {}), ("for gemma", FOR_GEMMA)):
+        model_files.save_drafter(tmp_path / name, replace(drafter, **fields), params, dialect="speculators-dflash")
+    model_files.convert_drafter(tmp_path / "theirs", tmp_path / "ours", dialect)
+    convert = partial(model_files.convert_drafter, tmp_path / "for gemma", tmp_path / "x", dialect)
+    refused(convert, "trained without the verifier's embedding factor", "another dialect")
 
 
 @pytest.mark.parametrize("form", ["speculators", "eagle"])

@@ -228,6 +228,8 @@ def test_a_head_goes_on_where_it_was(toy, tmp_path):
     )
     start = dataclasses.replace(WITH_HEAD, shifted=True, causal_layers=(0,))
     refused(lambda: settings.drafter_config(MODEL, start), "got a drafter with shifted and causal_layers, expected")
+    start, model = dataclasses.replace(WITH_HEAD, scales_embeddings=False), dataclasses.replace(MODEL, embedding_factor=3.0)
+    refused(lambda: settings.drafter_config(model, start), "trained without the verifier's embedding factor")
 
 
 def test_the_most_frequent_tokens_of_answers_are_listed_beside_the_drafter(toy, tmp_path, monkeypatch):

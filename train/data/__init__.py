@@ -1,1 +1,1 @@
-"""Training text: records, documents and packed examples."""
+"""Training text: `records` reads sources, `documents` tokenises them, `packing` fills sequences of fixed length."""

@@ -1,1 +1,1 @@
-"""Stages that train drafters."""
+"""Stages that train drafters: `drafting.DraftingStage` is their protocol, `registry.STAGES` their list."""

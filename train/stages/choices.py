@@ -1,4 +1,4 @@
-"""Rules for the sizes of a new block drafter, and for the attention of training."""
+"""Rules for what a recipe leaves open: mask token, tapped layers, number and start of layers, attention of training."""
 
 import numpy as np
 

@@ -1,1 +1,1 @@
-"""Measurements, as commands of `treeflash bench`."""
+"""Measurements: `run` compares systems, `latency` times phases, `memory` counts bytes, `check` compares answers."""

@@ -1,4 +1,4 @@
-"""Times every phase of a round on the device: `treeflash bench latency --shape qwen3-4b --nodes 16 64`.
+"""Times every phase of a round on the device.
 
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 

@@ -1,4 +1,4 @@
-"""Computes the memory a request needs on each device, without loading: `treeflash bench memory --shape qwen3-8b`.
+"""Computes the memory that a request needs on each device, without loading a model.
 
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 

@@ -1,4 +1,4 @@
-"""Compares systems on the same prompts, one JSON line per answered prompt: `treeflash bench run --out results.jsonl`.
+"""Compares systems on the same prompts, and writes a JSON line per answered prompt.
 
     treeflash bench run --verifier smollm2 --prompts gsm8k.jsonl --limit 64 \\
         --systems ar chain marginal treeflash --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl

@@ -1,4 +1,4 @@
-"""The command line. `python -m treeflash_jax` is the same as `treeflash`."""
+"""The commands of `treeflash`: their options, and the functions that run them (`COMMANDS`, `main`)."""
 
 import argparse
 import inspect

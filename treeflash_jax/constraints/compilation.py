@@ -1,4 +1,4 @@
-"""Compilation of constraints to automata over tokens."""
+"""Entry point of constraints: turns `schema`, `pattern`, `choices` or `structural_tag` into an automaton over tokens."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Automata over the tokens of a vocabulary, as arrays."""
+"""Turns an automaton over bytes into arrays over a vocabulary's tokens, which `decoding.automaton` runs on the device."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Loading a verifier with its drafter."""
+"""`tf.load`: finds a pair's files, chooses dtype and quantisation, checks that it fits the devices, and reads weights."""
 
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Text of an answer, which grows token by token."""
+"""`AnswerText`: decodes an answer token by token, holds back unfinished characters, and ends at the first stop string."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub and in its local cache."""
+"""Recognises Hub ids, and downloads configs, tokenizers and safetensors into the Hub's cache."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sizes and numerics of a language model."""
+"""`ModelConfig`: sizes and numerics of the decoder layers of a verifier or drafter."""
 
 from dataclasses import dataclass, replace
 from itertools import groupby

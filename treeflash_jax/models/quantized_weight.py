@@ -1,4 +1,4 @@
-"""A weight in 8 or 4 bits, which `quantized` or a quantised file makes."""
+"""`Quantized`, a pytree that replaces a weight: values in 8 or 4 bits with scales, zero points and minimums."""
 
 from typing import Any, Self
 

@@ -1,4 +1,4 @@
-"""The HTTP server: its protocols, the state of the server, and its metrics."""
+"""Builds the FastAPI application: paths of protocols, models, health and metrics, the key check, and the form of errors."""
 
 import hmac
 from collections.abc import Awaitable, Callable, Collection, Sequence

@@ -1,4 +1,4 @@
-"""Texts of arrays."""
+"""Writes the atoms of a JSON array (items, counts, uniqueness) as a term: the set of the array's texts."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Texts of objects."""
+"""Writes the atoms of a JSON object (keys, required keys, counts) as a term: the set of the object's texts."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence

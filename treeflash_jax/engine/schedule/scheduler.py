@@ -3,7 +3,7 @@
 The number of slots never changes, so that programs are compiled once. When enough sequences have finished, a group of
 waiting requests is prefilled in a smaller batch and moved into their slots ("continuous batching").
 
-Shape suffixes: b batch, a rows of a group.
+Shape suffixes: b batch, a admitted sequences.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Slots of a batch, and the requests that hold them."""
+"""`Slots`, the owner of slot numbers, and the requests that hold slots."""
 
 from collections.abc import Sequence
 

@@ -49,6 +49,7 @@ class BlockFolder(Dialect):
       shifted: alignment if a file does not state it; None: files must state it.
       inert: name prefixes of tensors that do not affect drafts, such as confidence heads.
       renamed: patterns of tensor names in some files, each with the replacement.
+      scales_embeddings: whether drafters in these files were trained with the verifier's embedding factor.
     """
 
     part = "drafter"
@@ -63,6 +64,7 @@ class BlockFolder(Dialect):
     shifted: bool | None = False
     inert: tuple[str, ...] = ()
     renamed: Mapping[str, str] = {}
+    scales_embeddings = True
     prefix = ""  # prefix of the backbone's tensors in new files; both prefixes can be read
 
     def recognises(self, path: Path, keys: Keys) -> bool:
@@ -114,6 +116,7 @@ class BlockFolder(Dialect):
             causal_layers=causal,
             sliding_layers=sliding,
             window=window,
+            scales_embeddings=self.scales_embeddings,
             logit_cap=logit_cap,
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
@@ -181,6 +184,14 @@ class DFlashFolder(BlockFolder):
             )
         if others := [name for name in config.extras if name not in self.options]:
             raise ValueError(f"got a drafter with {' and '.join(others)}, expected none: {self.name} files cannot store it")
+        # Of all verifiers, only Gemma has a factor or a cap; the factor is 1 until the drafter is fitted to its verifier.
+        has_factor = config.embedding_factor != 1 or config.logit_cap or "gemma" in " ".join(config.verifier).lower()
+        if has_factor and config.scales_embeddings != self.scales_embeddings:
+            got, expected = ("with", "without") if config.scales_embeddings else ("without", "with")
+            raise ValueError(
+                f"got a drafter trained {got} the verifier's embedding factor, expected one {expected} it in {self.name} "
+                "files: use another dialect"
+            )
         layers = {"num_target_layers": config.num_target_layers} if config.num_target_layers else {}
         cap = {CAP: config.logit_cap} if config.logit_cap else {}
         return {

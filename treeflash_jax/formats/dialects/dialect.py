@@ -1,4 +1,4 @@
-"""The protocol of file dialects."""
+"""`Dialect`, the protocol of a file format: how to recognise it, what its config means, and where each weight is."""
 
 import json
 from abc import ABC, abstractmethod

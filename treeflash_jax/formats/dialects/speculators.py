@@ -91,6 +91,7 @@ class SpeculatorsBlock(BlockFolder):
     algorithm: str
     is_noncausal = False
     has_draft_vocabulary = True
+    scales_embeddings = False
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         return Dialect.recognises(self, path, keys) and keys.raw["speculators_model_type"] == self.algorithm
@@ -116,7 +117,6 @@ class SpeculatorsBlock(BlockFolder):
             shared_window=bool(config.sliding_layers),
             draft_vocab_size=0 if size == vocab_size else size,
             owns_vocabulary=size != vocab_size,
-            scales_embeddings=False,  # the library trains with embeddings without a factor
         )
 
     def copies(self, config: BlockDrafter) -> dict[str, str]:
@@ -127,9 +127,6 @@ class SpeculatorsBlock(BlockFolder):
 
     def write(self, raw: dict[str, Any], config: BlockDrafter, **head: Any) -> dict[str, Any]:
         """Returns a new config.json from the config of a folder with `dflash_config`."""
-        if config.scales_embeddings and config.embedding_factor != 1:
-            got = f"a drafter that reads embeddings times {config.embedding_factor:g}"
-            raise ValueError(f"got {got}, expected no factor in {self.name} files: use another dialect")
         outside = {name: raw[name] for name in ("architectures", *OUTSIDE) if name in raw}
         layers = {name: value for name, value in raw.items() if name not in ("dflash_config", "verifier", *outside)}
         return {

@@ -1,4 +1,4 @@
-"""The interface of protocols: forms of requests and answers over HTTP."""
+"""`Exchange`, the interface of a protocol: turns a body into a call, and pieces of answers into a response or events."""
 
 import json
 from abc import ABC, abstractmethod

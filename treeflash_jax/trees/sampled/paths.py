@@ -1,4 +1,4 @@
-"""Independent sampled paths from the anchor, or from the end of one sampled path."""
+"""`paths` and `delayed`: sampled paths from the anchor, or from the end of a trunk; common prefixes are verified once."""
 
 from collections.abc import Sequence
 from dataclasses import replace

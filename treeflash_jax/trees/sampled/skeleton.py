@@ -1,4 +1,4 @@
-"""A best-first skeleton with sampled chains below it."""
+"""`skeleton`: some nodes by best-first search, the rest as sampled chains where the walk most likely leaves them."""
 
 import jax
 import jax.numpy as jnp

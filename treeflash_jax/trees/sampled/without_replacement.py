@@ -1,4 +1,4 @@
-"""Trees of siblings that are drawn without replacement."""
+"""`without-replacement`: distinct sampled siblings in an outline that is best for an assumed acceptance rate."""
 
 import heapq
 
