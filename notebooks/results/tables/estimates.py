@@ -60,6 +60,23 @@ def tpu_models() -> str:
 
 
 @shown
+def tpu_nodes() -> str:
+    """Formats the compiler's estimates of rounds by sequences and nodes, and tokens per second by the tau of `tiny`."""
+    tau = {1: 1.0, 16: 4.59, 32: 5.01, 64: 5.82}  # stands in the other table of the section
+    rows, steps = [], {}
+    for result in read("tpu_nodes.json").values():
+        place = result["topology"].partition(":")[0], result["context"], result["batch"]
+        times, nodes = result["estimate"]["milliseconds"], result["nodes"]
+        total = math.fsum(times.values())
+        step = steps.setdefault(place, total)  # the record of one node comes first
+        cells = [f"{times.get(phase, 0):.2f}" for phase in ("draft", "verify", "accept", "commit")] + [f"{total:.2f}"]
+        speed = f"{1e3 * result['batch'] * tau[nodes] / total:,.0f}" if nodes in tau else ""
+        rows.append([*place, nodes, *cells, f"{total / step:.2f}", speed])
+    names = "draft | verify | accept | commit | total | total / step | tokens/s"
+    return table(f"chip | positions | sequences | nodes | {names}", rows)
+
+
+@shown
 def gemma_rounds() -> str:
     """Formats memory, launches and the compiler's estimates of steps and rounds of Gemma 4 with its assistants."""
     rows, steps = [], {}
