@@ -59,13 +59,13 @@ def specs(
       mesh: mesh on which every shard has whole blocks of quantised weights; None: one device.
       wide_tables: whether vocabulary tables stay unquantised under every scheme.
     """
-    shape, can_merge = (config.vocab_size, config.hidden_size), _can_merge(config, mesh)
+    shape = config.vocab_size, config.hidden_size
+    merged = _can_merge(config, mesh) if is_merged else dict.fromkeys(config.kinds, False)
     table = Spec(shape, ("vocab", "embed"), inputs=(1,), can_quantize=not wide_tables)
 
     def layer(kind: str, is_sparse: bool) -> dict[str, Spec]:
         sizes = config.of_kind(kind)
-        mixer = KINDS[kind].specs(sizes, is_merged and can_merge[kind])
-        return layers.layer_specs(sizes, mixer, is_sparse, is_merged and all(can_merge.values()))
+        return layers.layer_specs(sizes, KINDS[kind].specs(sizes, merged[kind]), is_sparse, all(merged.values()))
 
     tree = {
         "embed": table,
