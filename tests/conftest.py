@@ -99,14 +99,14 @@ needs_mosaic = pytest.mark.skipif(
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
 CONFORMANCE = ("a_treeflash", "b_trained", "c_dflash")
 RANDOM_MODEL = ModelConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     max_positions=1024,
 )  # fmt: skip
 # Drafts of random pairs are accepted if there are few tokens.
 FEW_TOKENS = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
 RANDOM_DRAFTER = BlockDrafter(
-    layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, taps=(0, 2),
-    num_target_layers=3, head="mlp",
+    layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, taps=(0, 1),
+    num_target_layers=2, head="mlp",
 )  # fmt: skip
 
 

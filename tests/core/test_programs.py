@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import compilations
 
 from treeflash_jax.core import devices, programs
 from treeflash_jax.decoding import loops
@@ -48,6 +49,23 @@ def run(home, script: str = SCRIPT, **variables: str) -> Any:
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_programs_that_were_not_used_for_longest_go(monkeypatch):
+    programs.clear()
+    multiply = jax.jit(lambda x, n: n * x, static_argnames="n")
+
+    def compiles(n: int) -> bool:
+        with compilations() as compiled:
+            programs.call(multiply, jnp.ones(3), n=n)
+        return len(compiled) > 0
+
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
+    assert [compiles(n) for n in (2, 3, 2, 4, 2, 3)] == [True, True, False, True, False, True]
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 9)
+    assert [compiles(n) for n in (5, 6)] == [True, True]
+    monkeypatch.setattr(programs, "_count_memory_maps", lambda: 10**6 if len(programs.compiled()) > 2 else 0)
+    assert compiles(7) and len(programs.compiled()) == 3
 
 
 def test_programs_are_kept_and_found_again(tmp_path):

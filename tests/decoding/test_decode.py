@@ -241,17 +241,6 @@ def test_the_first_call_is_as_fast_as_later_ones():
     assert any(is_as_fast() for _ in range(3))
 
 
-def test_programs_that_were_not_used_for_longest_go(monkeypatch):
-    programs.clear()
-    monkeypatch.setattr(programs, "MOST_PROGRAMS", 5)  # three of any tree, and those of the rounds of two trees
-    model = small_pair()
-    seconds = [model.generate([3, 4, 5], max_new_tokens=2, nodes=n)[0].compile_seconds for n in (2, 3, 2, 4, 2, 3)]
-    assert [s > 0 for s in seconds] == [True, True, False, True, False, True]
-    monkeypatch.setattr(programs, "_count_memory_maps", lambda: 10**6 if len(programs.compiled()) > 3 else 0)
-    model.generate([3, 4, 5], max_new_tokens=2, nodes=4)
-    assert len(programs.compiled()) == 4
-
-
 def test_equal_layers_are_traced_and_lowered_once():
     """A program of six layers has the operations of one with three, and calls them more often."""
 
