@@ -40,7 +40,7 @@ class SampleAndMatch(Rule):
           tree: tree whose siblings have distinct tokens.
           noise: `gumbel_bpv` with at least as many depths as the tree.
         """
-        depths = noise.gumbel_bpv.shape[1]
+        length = noise.gumbel_bpv.shape[1]
         picks_bn = target.sample(pick(noise.gumbel_bpv, tree.depth_bn))
-        last_b = deepest_match(tree, (tree.tokens_bn == pick(picks_bn, tree.parent_bn)) & tree.valid_bn, depths)
-        return path_to(tree, last_b, jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0], depths)
+        last_b = deepest_match(tree, (tree.tokens_bn == pick(picks_bn, tree.parent_bn)) & tree.valid_bn, length)
+        return path_to(tree, last_b, jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0], length)
