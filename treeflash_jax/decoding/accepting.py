@@ -124,12 +124,12 @@ def target_noise(state: DecodeState, length: int, logits_bnv: jax.Array) -> jax.
         )
 
 
-def draw_coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns uniforms [b, draws] for the tests of a round, and Gumbel noise [b, v] for the bonus token."""
+def draw_coins(state: DecodeState, count: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns uniforms [b, count] for the tests of a round, and Gumbel noise [b, v] for the bonus token."""
     dtype = at_least_float32(logits_bnv.dtype)
     with jax.named_scope("noise"):
         key_b2 = jax.vmap(jax.random.split)(round_keys(state, COINS_STREAM))
-        coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
+        coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (count,), dtype))(key_b2[:, 0])
         return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
 
 
