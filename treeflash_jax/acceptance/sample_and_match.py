@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from treeflash_jax.acceptance.rule import Rule
 from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, deepest_match, path_to
-from treeflash_jax.trees import DraftTree, Proposal, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import DraftTree, Proposal
 
 
 class SampleAndMatch(Rule):

@@ -11,7 +11,8 @@ from jax import lax
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import vocab
-from treeflash_jax.trees import DraftTree, ancestor_mask, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import DraftTree, ancestor_mask
 
 
 @struct.dataclass
