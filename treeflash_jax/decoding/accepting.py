@@ -1,6 +1,7 @@
 """Acceptance of a verified tree: the path that a rule keeps, the tokens that it emits, and the random numbers for both.
 
-Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
+Shape suffixes: b batch, n tree nodes, p accepted path, i path depth, s token slots, t positions, d model, v vocabulary,
+k likeliest tokens, x stop ids, coins, or positions of a chunk.
 """
 
 from functools import partial

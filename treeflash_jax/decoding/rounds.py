@@ -3,7 +3,8 @@
 Each phase is a pure function, so that benchmarks can time it. One-token decoding is the same round with a tree of one
 node and no drafter.
 
-Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
+Shape suffixes: b batch, n tree nodes, p accepted path, c children kept, s token slots, t positions, d model, j tapped
+layers x model, v vocabulary.
 """
 
 from dataclasses import replace
