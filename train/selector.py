@@ -34,7 +34,7 @@ from treeflash_jax import acceptance
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
-from treeflash_jax.decoding import accepting, choosing, loops, rounds
+from treeflash_jax.decoding import accepting, loops, rounds, tree_choice
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, round_capacity
@@ -129,7 +129,7 @@ def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int)
 
     count = len(config.trees)
     length_xb = jax.lax.map(expected_length, jnp.indices((count, draws)).reshape(2, -1).T)
-    return choosing.make_features(state, expander), jnp.mean(length_xb.reshape(count, draws, -1), axis=1).T
+    return tree_choice.make_features(state, expander), jnp.mean(length_xb.reshape(count, draws, -1), axis=1).T
 
 
 def compute_loss(scores_oa: jax.Array, expected_oa: jax.Array, base_o: jax.Array) -> jax.Array:

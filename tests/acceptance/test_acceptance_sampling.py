@@ -22,7 +22,7 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.acceptance.sampled.draws import reject_all
 from treeflash_jax.acceptance.sampled.recursive import Recursive
 from treeflash_jax.core import parameters
-from treeflash_jax.decoding import choosing, loops, rounds
+from treeflash_jax.decoding import loops, rounds, tree_choice
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.drafters import MtpDrafter, NgramDrafter
 from treeflash_jax.models.config import ModelConfig
@@ -176,7 +176,7 @@ def test_answers_have_it_whatever_a_selector_chooses(pair, exact, monkeypatch):
 
 @partial(jax.jit, static_argnames="plan")
 def read_features(weights, state, plan):
-    return choosing.make_features(state, rounds.draft_expander(weights, state, plan))
+    return tree_choice.make_features(state, rounds.draft_expander(weights, state, plan))
 
 
 @pytest.fixture(scope="module")

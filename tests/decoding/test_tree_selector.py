@@ -17,7 +17,7 @@ from refusals import refused
 from treeflash_jax import GenerateConfig, TreeFlash
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core import parameters, programs
-from treeflash_jax.decoding import choosing, rounds
+from treeflash_jax.decoding import rounds, tree_choice
 from treeflash_jax.engine.settings.plan import digest_pair
 from treeflash_jax.formats import tree_selector_folder
 from treeflash_jax.trees.sampled import tree_selector
@@ -86,7 +86,7 @@ def test_features_are_those_of_earlier_rounds_and_of_the_first_level(trained):
     @jax.jit
     def read(weights, state):
         expander = rounds.draft_expander(weights, state, plan)
-        return choosing.make_features(state, expander), expander.children(jnp.int32(0), expander.start(1))[1][:, 0]
+        return tree_choice.make_features(state, expander), expander.children(jnp.int32(0), expander.start(1))[1][:, 0]
 
     features_bf, log_p_bc = (np.asarray(x) for x in read(trained.weights, state))
     p_bc = np.exp(log_p_bc)

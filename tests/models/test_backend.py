@@ -15,11 +15,11 @@ from treeflash_jax import make_mesh
 from treeflash_jax.core import sharding
 from treeflash_jax.models.backend import indexing, levels, products, rotation, selection
 
-SIZES = dict(b=1, d=16, h=4, e=8, k=2, f=24, j=32, v=40, x=2, z=32)
-# Every equation that a product of the models has.
+SIZES = dict(b=1, d=16, h=4, e=8, k=2, g=2, f=24, j=32, v=40, x=2, z=32)
+# One equation of each form that products of the models have.
 EQUATIONS = (
     "btd,hed->bthe", "btd,ked->btke", "btz,dz->btd", "btd,fd->btf", "btf,df->btd", "btj,jd->btd", "bqd,dxf->bqxf",
-    "bmf,fd->bmd", "bmd,de->bme",
+    "bmf,fd->bmd", "bmd,de->bme", "btd,kged->btkge",
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def api(tiny):
 
     options = ServeOptions(slots=2, context=CONTEXT, queue=LIMIT - 2, schema_states=256)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "_warm_up", lambda worker, draws: None)  # nothing is decoded
+        patch.setattr(Worker, "_warm_up", lambda worker, draws_trees: None)  # nothing is decoded
         real = Worker(tiny, tf.GenerateConfig(nodes=4), Metrics(), options)
     worker = stub_worker(model=tiny, submit=refuse, request_maker=real.request_maker, check_room=real.check_room)
     return schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))

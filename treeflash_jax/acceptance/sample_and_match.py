@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from treeflash_jax.acceptance.rule import Rule
 from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, deepest_match, path_to
-from treeflash_jax.trees import DraftTree, Proposal, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import DraftTree, Proposal
 
 
 class SampleAndMatch(Rule):
@@ -40,7 +41,7 @@ class SampleAndMatch(Rule):
           tree: tree whose siblings have distinct tokens.
           noise: `gumbel_bpv` with at least as many depths as the tree.
         """
-        depths = noise.gumbel_bpv.shape[1]
+        length = noise.gumbel_bpv.shape[1]
         picks_bn = target.sample(pick(noise.gumbel_bpv, tree.depth_bn))
-        last_b = deepest_match(tree, (tree.tokens_bn == pick(picks_bn, tree.parent_bn)) & tree.valid_bn, depths)
-        return path_to(tree, last_b, jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0], depths)
+        last_b = deepest_match(tree, (tree.tokens_bn == pick(picks_bn, tree.parent_bn)) & tree.valid_bn, length)
+        return path_to(tree, last_b, jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0], length)

@@ -11,7 +11,8 @@ from jax import lax
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models import vocab
-from treeflash_jax.trees import DraftTree, ancestor_mask, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import DraftTree, ancestor_mask
 
 
 @struct.dataclass
@@ -97,22 +98,22 @@ class Acceptance:
     bonus_b: jax.Array
 
 
-def deepest_match(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
+def deepest_match(tree: DraftTree, matches_bn: jax.Array, length: int) -> jax.Array:
     """Returns the deepest node that matches and whose ancestors below the root all match, [b].
 
-    A node matches if the walk goes to it from its parent; at most one child of a node may match. `depths`, static, is the
-    length of a path, root included: at least the tree's depth + 1.
+    A node matches if the walk goes to it from its parent; at most one child of a node may match. `length`, static, is the
+    number of places of a path, root included: at least the tree's depth + 1.
     """
     matches_bn = matches_bn.at[:, 0].set(True)
-    reached_bn = jnp.all(matches_bn[:, None] | ~ancestor_mask(tree.parent_bn, depths - 1), axis=-1)
+    reached_bn = jnp.all(matches_bn[:, None] | ~ancestor_mask(tree.parent_bn, length - 1), axis=-1)
     return jnp.argmax(jnp.where(reached_bn, tree.depth_bn + 1, 0), axis=-1)
 
 
-def path_to(tree: DraftTree, last_b: jax.Array, bonus_b: jax.Array, depths: int) -> Acceptance:
-    """Returns the path from the root to `last_b`, and the token after it. `depths` is as in `deepest_match`."""
-    above_bnn = ancestor_mask(tree.parent_bn, depths - 1)
+def path_to(tree: DraftTree, last_b: jax.Array, bonus_b: jax.Array, length: int) -> Acceptance:
+    """Returns the path from the root to `last_b`, and the token after it. `length` is as in `deepest_match`."""
+    above_bnn = ancestor_mask(tree.parent_bn, length - 1)
     on_path_bn = jnp.take_along_axis(above_bnn, last_b[:, None, None], axis=1)[:, 0]
-    at_depth_bpn = on_path_bn[:, None] & (tree.depth_bn[:, None] == jnp.arange(depths)[:, None])
+    at_depth_bpn = on_path_bn[:, None] & (tree.depth_bn[:, None] == jnp.arange(length)[:, None])
     return Acceptance(
         path_bp=jnp.argmax(at_depth_bpn, axis=-1).astype(jnp.int32),
         length_b=jnp.take_along_axis(tree.depth_bn, last_b[:, None], axis=1)[:, 0] + 1,

@@ -1,6 +1,7 @@
 """Acceptance of a verified tree: the path that a rule keeps, the tokens that it emits, and the random numbers for both.
 
-Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
+Shape suffixes: b batch, n tree nodes, p accepted path, i path depth, s token slots, t positions, d model, v vocabulary,
+k likeliest tokens, x stop ids, coins, or positions of a chunk.
 """
 
 from functools import partial
@@ -110,12 +111,12 @@ def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetD
     return acceptance.target_distribution(logits_bnv, *numbers)
 
 
-def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
-    """Returns Gumbel noise [b, depths, v] of the next positions; zeros if all sequences are greedy."""
+def target_noise(state: DecodeState, length: int, logits_bnv: jax.Array) -> jax.Array:
+    """Returns Gumbel noise [b, length, v] of the next `length` positions; zeros if all sequences are greedy."""
     size, dtype = logits_bnv.shape[-1], at_least_float32(logits_bnv.dtype)
     with jax.named_scope("noise"):
         stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
-        positions_bp = state.end_b[:, None] + jnp.arange(depths)
+        positions_bp = state.end_b[:, None] + jnp.arange(length)
         keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
         return lax.cond(
             jnp.any(state.sampling.settings["temperature"] > 0),
@@ -124,12 +125,12 @@ def target_noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.
         )
 
 
-def draw_coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns uniforms [b, draws] for the tests of a round, and Gumbel noise [b, v] for the bonus token."""
+def draw_coins(state: DecodeState, count: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns uniforms [b, count] for the tests of a round, and Gumbel noise [b, v] for the bonus token."""
     dtype = at_least_float32(logits_bnv.dtype)
     with jax.named_scope("noise"):
         key_b2 = jax.vmap(jax.random.split)(round_keys(state, COINS_STREAM))
-        coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
+        coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (count,), dtype))(key_b2[:, 0])
         return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
 
 

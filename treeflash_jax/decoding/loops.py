@@ -9,7 +9,8 @@
 
 `make_keys` makes the random keys.
 
-Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
+Shape suffixes: b batch, s token slots, t chunk tokens, k likeliest tokens, d model, j tapped layers x model, a admitted
+sequences.
 """
 
 from functools import partial

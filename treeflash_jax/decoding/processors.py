@@ -99,7 +99,10 @@ def init_processors(state: DecodeState, vocab_size: int, processor: Any = None) 
 
 
 def count_tokens(state: DecodeState, tokens_bp: jax.Array, kept_b: jax.Array, processor: Any = None) -> DecodeState:
-    """Returns the state with the first `kept_b` of these tokens counted."""
+    """Returns the state after the first `kept_b` of these tokens.
+
+    Counts the tokens, and advances the states of the user's processor and of the automaton.
+    """
     is_kept_bp = jnp.arange(tokens_bp.shape[1]) < kept_b[:, None]
     if state.counts is not None:
         ids_bp = jnp.where(is_kept_bp, tokens_bp, NO_TOKEN)

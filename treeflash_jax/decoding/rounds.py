@@ -3,7 +3,8 @@
 Each phase is a pure function, so that benchmarks can time it. One-token decoding is the same round with a tree of one
 node and no drafter.
 
-Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
+Shape suffixes: b batch, n tree nodes, p accepted path, c children kept, s token slots, t positions, d model, j tapped
+layers x model, v vocabulary.
 """
 
 from dataclasses import replace
@@ -19,8 +20,8 @@ from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding.accepting import DRAFT_STREAM, EmittedPath, accept_path, emit, round_keys
 from treeflash_jax.decoding.automaton import ConstrainedExpander
-from treeflash_jax.decoding.choosing import choose_trees
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.decoding.tree_choice import choose_trees
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.models import caches, kernels, verifier
 from treeflash_jax.models.backend.indexing import pick

@@ -1,6 +1,6 @@
 """Plans of the compiled programs, and the data that they read and return: weights, sampling settings, the loop carry.
 
-Shape suffixes: b batch, s token slots, x stop ids or biases, v vocabulary.
+Shape suffixes: b batch, s token slots, k likeliest tokens, x stop ids or biases, v vocabulary.
 """
 
 import math

@@ -187,7 +187,7 @@ def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, c
 class LaneDrafter(Drafter):
     """A drafter whose network runs once per level. Its state is a `ContextState` with a hidden state, or has no cache.
 
-    A subclass also has `draft_vocab_size`, the number of tokens that it drafts; 0: the whole vocabulary.
+    A subclass also has `draft_vocab_size`, the number of tokens that a step scores; 0 or the verifier's size: all.
 
     Attributes:
       layers: sizes of the network; `vocab_size` is the verifier's.

@@ -151,8 +151,8 @@ class Drafter(ABC):
         return {name: getattr(self, name) for name in self.settings}
 
     @abstractmethod
-    def specs(self) -> Any:
-        """Returns a tree with a `parameters.Spec` for each weight."""
+    def specs(self) -> dict[str, Any]:
+        """Returns a `parameters.Spec` for each weight, by name; values may be trees."""
 
     @abstractmethod
     def init(self, batch: int, capacity: int, dtype: DTypeLike) -> State:
@@ -203,8 +203,7 @@ class Drafter(ABC):
 
     def limited(self, draft_vocab_size: int) -> Self:
         """Returns this drafter with a draft vocabulary of this size. Raises ValueError if its kind supports none."""
-        expected = "a block drafter, a language model or a layer of multi-token prediction"
-        raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected {expected}")
+        raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected a kind that supports one")
 
 
 def require_fit(is_met: bool, problem: str, advice: str = "load the drafter that was trained for this verifier") -> None:

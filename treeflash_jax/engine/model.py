@@ -251,10 +251,10 @@ class TreeFlash:
         for_session: bool = False,
         **settings: Unpack[GenerateSettings],
     ) -> PreparedCall:
-        """Checks a call against the pair and the memory of its device; computes nothing.
+        """Checks a call against the pair and the memory of its device, and compiles its constraints; runs no model.
 
-        Arguments and exceptions are as in `generate`. `for_session` makes caches from which a session can continue. Logs
-        once why nothing is drafted, and which of the model's recommended settings apply.
+        Arguments and exceptions are as in `generate`. `for_session` counts the larger caches from which a session can
+        continue. Logs once why nothing is drafted, and which of the model's recommended settings apply.
         """
         config, requests = self.settings_and_requests(prompts, config, indices=indices, **settings)
         batch_size = config.batch_size or choose_batch_size(len(requests))

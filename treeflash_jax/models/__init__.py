@@ -1,6 +1,5 @@
 """Language models: layers, caches, weights in 8 and 4 bits, vocabulary, and the forward pass of the verifier.
 
 Verifiers and drafters share them. A kind of layer is a `layer_protocol.LayerKind` with a line in `layer_kinds.KINDS`.
-Functions with forms for some backends are in `backend`, kernels in `kernels`. Imported by all code that computes with
-models or reads their files, and by training.
+Functions with forms for some backends are in `backend`, kernels in `kernels`.
 """

@@ -1,6 +1,7 @@
 """The pieces of a decoder layer, used by verifier and drafter.
 
-Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e head dim, f ffn, x gate and up.
+Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e head dim, z heads flattened, f ffn, x gate
+and up, p width of a layer's own input.
 """
 
 import math

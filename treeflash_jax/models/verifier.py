@@ -1,4 +1,5 @@
-"""The verifier: a Qwen, Gemma, gpt-oss or Llama language model, as a pure forward pass.
+"""A language model of the Qwen, Gemma, gpt-oss or Llama families, as a pure forward pass: the verifier, and drafters made
+of such layers.
 
 One function serves prefill chunks, single tokens, chains and trees, which differ only in positions and mask. It knows no
 kind of layer (`layer_kinds`). Logits are computed by a separate call, only for positions that need them (`vocab.unembed`).

@@ -169,12 +169,12 @@ def likeliest(
 
 
 def by_chunks(reduce: Callable[..., Any], size: int, hidden_btd: jax.Array, *more: jax.Array) -> Any:
-    """Returns `reduce(hidden_btd, *more)`. Computes it over at most CHUNK_BYTES of logits at a time.
+    """Returns `reduce(hidden_btd, *more)`. Computes it over at most CHUNK_BYTES of its largest array at a time.
 
     Args:
       reduce: function of hidden states and other arrays with the same positions. Its results must have the same positions,
         too.
-      size: size of the vocabulary.
+      size: numbers per position in the largest array that `reduce` makes, such as the size of the vocabulary.
     """
     batch, positions = hidden_btd.shape[:2]
     mesh = sharding.current()

@@ -1,4 +1,4 @@
 """A server with OpenAI's and Anthropic's APIs. Requests come over HTTP at any time, and one thread decodes all of them.
 
-It needs the packages of the extra `serve`. Only the command `treeflash serve` imports it.
+It needs the packages of the extra `serve`. Only `treeflash serve` imports more of it than `options`, which needs no extra.
 """

@@ -121,9 +121,9 @@ class Worker(threading.Thread):
         metrics.watch(
             lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
         )
-        self._warm_up(draws=options.ui)
+        self._warm_up(draws_trees=options.ui)
 
-    def _warm_up(self, *, draws: bool) -> None:
+    def _warm_up(self, *, draws_trees: bool) -> None:
         """Runs every program once: prefill of new, repeated and scored prompts, rounds with automata, drafts to draw."""
         maker = self.request_maker
         [first] = maker.make_requests([[0] * max(1, min(LEAST_REUSED + 2, maker.context - 3))], max_new_tokens=2)
@@ -133,7 +133,7 @@ class Worker(threading.Thread):
             second = replace(second, automaton=allow_all(self.model.verifier.vocab_size))
         self._decode(maker.make_requests([first.ids], max_new_tokens=0, prompt_log_probs=True)[0])
         result = self._decode(second)
-        if draws and result.draft_again is not None:
+        if draws_trees and result.draft_again is not None:
             result.draft_again([0, 0], [1], 0)
 
     def _decode(self, request: Request) -> Result:

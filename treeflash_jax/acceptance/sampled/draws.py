@@ -24,7 +24,8 @@ from treeflash_jax.acceptance.rule import Rule
 from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, deepest_match, path_to
 from treeflash_jax.core import sharding
 from treeflash_jax.models import vocab
-from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC, WITHOUT_REPLACEMENT
 
 NEVER = 1 << 20  # rank of a test that does not happen

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.acceptance.sampled.draws import Draws, TopDownRule
-from treeflash_jax.trees import pick
+from treeflash_jax.models.backend.indexing import pick
 
 
 class KSequential(TopDownRule):

@@ -21,7 +21,8 @@ from jax import lax
 from treeflash_jax.acceptance.sampled import block
 from treeflash_jax.acceptance.sampled.block import DraftedPath
 from treeflash_jax.acceptance.sampled.draws import Draws, DrawsRule
-from treeflash_jax.trees import DraftTree, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import DraftTree
 
 LARGEST = 1e30  # bound of A / f
 

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.acceptance.sampled.draws import Draws, DrawsRule, reject_all
-from treeflash_jax.trees import DraftTree, ancestor_mask, pick
+from treeflash_jax.models.backend.indexing import pick
+from treeflash_jax.trees import DraftTree, ancestor_mask
 
 
 class Traversal(DrawsRule):

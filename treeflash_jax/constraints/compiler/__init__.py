@@ -4,5 +4,5 @@
 package around it. `schema_reader` and `type_keywords` turn a schema into `atoms`. `values` writes atoms as `terms`, which
 are sets of byte strings, with the help of `arrays`, `objects`, `json_texts`, `patterns`, `numerals`, `text_formats` and
 `characters`. `structural_tags`, with `qwen_parameters`, puts text around them. `byte_automaton` makes the smallest
-automaton. Imported by `constraints.compile_bytes` and `tables`, and by tests.
+automaton.
 """

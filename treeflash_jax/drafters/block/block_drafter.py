@@ -8,7 +8,8 @@ each other, and are dropped after the pass. If start is the anchor's position, s
 start + i, so the anchor's slot predicts nothing. In a shifted block, slot i predicts the token at start + 1 + i, so every
 slot predicts a token.
 
-Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (anchor included), i draft depth, d model.
+Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (anchor included), i draft depth, d model,
+h query heads, k key/value heads, e head dim, v vocabulary.
 
 Source: DFlash (arXiv 2602.06036) section 4, TreeFlash (arXiv 2606.03819).
 """

@@ -1,5 +1,4 @@
 """A call: prompts in any form, read as token ids, and one request for every answer.
 
-Add a form of prompts in `prompts`, and a property in which answers of one call differ in `requests`. Imported by all code
-that makes a call, and by `schedule` and `answers`.
+Add a form of prompts in `prompts`, and a property in which answers of one call differ in `requests`.
 """

@@ -109,5 +109,6 @@ def _smollm2(revision: str | None, local_files_only: bool) -> Path:
 
 # Sampling settings that the publisher recommends, for files that state none, such as GGUF files.
 RECOMMENDED = {"smollm2": {"do_sample": True, "temperature": 0.2, "top_p": 0.9}}
-HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # names of the verifiers in other programs
+# Hub ids of verifiers known by name; training records them in drafters' files.
+HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 VERIFIERS = {"tiny": _tiny, "smollm2": _smollm2}  # pairs known by name; (revision, local_files_only) -> path

@@ -12,7 +12,7 @@ from treeflash_jax.formats.architectures import ARCHITECTURES, text_keys
 from treeflash_jax.formats.dialects.assistant_folder import Assistant
 from treeflash_jax.formats.dialects.block_folder import DFlashFolder, TreeFlashFolder
 from treeflash_jax.formats.dialects.dialect import Dialect
-from treeflash_jax.formats.dialects.eagle3_folder import DeepSpec, Eagle3, Speculators
+from treeflash_jax.formats.dialects.eagle3_folder import DeepSpec, Eagle3, SpeculatorsEagle3
 from treeflash_jax.formats.dialects.gguf import Gguf
 from treeflash_jax.formats.dialects.huggingface import HuggingFace
 from treeflash_jax.formats.dialects.language_model_folder import LanguageModel
@@ -26,8 +26,8 @@ DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
         HuggingFace(), Gguf(), DFlashFolder(), TreeFlashFolder(), Domino(), DSpark(), DFlash2(), LiLiCorr(), Eagle3(),
-        SpeculatorsDFlash(), SpeculatorsDSpark(), SpeculatorsDFlash2(), Speculators(), DeepSpec(), Ngram(),
-        LanguageModel(HuggingFace()), Mtp(), Assistant(),
+        SpeculatorsDFlash(), SpeculatorsDSpark(), SpeculatorsDFlash2(), SpeculatorsEagle3(), DeepSpec(),
+        Ngram(), LanguageModel(HuggingFace()), Mtp(), Assistant(),
     )
 }  # fmt: skip
 

@@ -121,7 +121,7 @@ class Eagle3(Dialect):
         return entries
 
 
-class Speculators(Eagle3):
+class SpeculatorsEagle3(Eagle3):
     """Files of vLLM's speculators library."""
 
     name = "speculators"
