@@ -49,7 +49,7 @@ class FadingSum(LayerKind):
         square = Spec((config.hidden_size,) * 2, ("embed", None), inputs=(0,), outputs=(1,))
         return {"into": square, "out": square}
 
-    def init(self, config, batch, capacity, dtype, num_layers=1, *, can_cut=True):
+    def init(self, config, batch, capacity, dtype, num_layers=1, *, can_cut):
         return Sum(jnp.zeros((batch, config.hidden_size), jnp.promote_types(dtype, jnp.float32)))
 
     def precompute(self, config, positions_bt, mask_btu):

@@ -23,13 +23,13 @@ import treeflash_jax as tf
 from treeflash_jax.bench import cycles, memory
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.models import quantized
-from treeflash_jax.models.backend import block_products
+from treeflash_jax.models.backend import group_products
 from treeflash_jax.models.quantized_weight import Quantized
 
 WIDTH, INNER, LAYERS = 2560, 9728, 4
 CHIPS = ("v5e:2x2", "v6e:2x2")
 VECTORS = (1, 16, 64, 256)
-FORMS = {"sums of groups": "_scale_sums", "scales spread by a product": "_scale_weight"}  # of block_products
+FORMS = {"sums of groups": "_scale_sums", "scales spread by a product": "_scale_weight"}  # of group_products
 
 
 def estimate(chip: str, group: int | None, count: int) -> float:
@@ -70,11 +70,11 @@ def multiply_with_zeros(multiply: Callable[..., jax.Array], x_ni: jax.Array, wei
 
 def compile_all(out: Path) -> None:
     results = json.loads(out.read_text()) if out.exists() else []
-    chosen = {name: getattr(block_products, name) for name in FORMS.values()}
+    chosen = {name: getattr(group_products, name) for name in FORMS.values()}
     for chip in CHIPS:
         for form, name in {"bfloat16": None, **FORMS}.items():
-            block_products._scale_sums = block_products._scale_weight = chosen.get(name)
-            block_products._scale_sums_of_masked_inputs = partial(multiply_with_zeros, chosen.get(name))
+            group_products._scale_sums = group_products._scale_weight = chosen.get(name)
+            group_products._scale_sums_of_masked_inputs = partial(multiply_with_zeros, chosen.get(name))
             for group in (None,) if name is None else (128, 32):
                 for count in VECTORS:
                     place = {"chip": chip, "form": form, "group": group, "vectors": count}

@@ -34,7 +34,7 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
     positions_1t = jnp.arange(ids_1t.shape[1])[None]
     text = verifier.forward(weights, config, ids_1t, positions_1t, verifier.causal_mask(1, ids_1t.shape[1]))
     dtype = text.hidden_btd.dtype
-    cache = caches.allocate(config, samples, ids_1t.shape[1] + depths, dtype)
+    cache = caches.allocate(config, samples, ids_1t.shape[1] + depths, dtype, can_cut=True)
     repeated = jax.tree.map(lambda new: jnp.repeat(new, samples, axis=0), text.new)
     cache = caches.commit(cache, repeated, jnp.full(samples, length))
     hidden_nd = jnp.repeat(text.hidden_btd[:, length - 1], samples, axis=0)

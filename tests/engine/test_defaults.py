@@ -130,6 +130,8 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     defaults_of_devices = {choose(Device(*kind), jnp.bfloat16, (128,)) for kind in (("cpu",), ("tpu",), ("gpu", H200.kind))}
     never_ran = {name for name, kernel in KERNELS["attention"].items() if not kernel.has_run}
     assert never_ran == {"mosaic-gpu"} and not defaults_of_devices & never_ran
+    needed = {kernels["mosaic-gpu"].oldest_jax for kernels in KERNELS.values() if "mosaic-gpu" in kernels}
+    assert needed == {(0, 12)}, "as the help of `attention` and `kernels` says"
     kernels_of_sets = [kernel for kernels in KERNELS.values() for name, kernel in kernels.items() if name in SETS]
     assert not any(kernel.has_run for kernel in kernels_of_sets), "as the help of `kernels` says"
 

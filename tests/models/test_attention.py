@@ -300,7 +300,7 @@ def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens, scheme)
     ids_bt = np.random.default_rng(1).integers(0, config.vocab_size, (2, 70 + tokens))
     at_bs = jnp.broadcast_to(jnp.arange(70), (2, 70))
     prompt = forward(params, config, ids_bt[:, :70], at_bs, verifier.causal_mask(2, 70))
-    cache = caches.allocate(config, 2, 192, jnp.bfloat16, stacked=True)
+    cache = caches.allocate(config, 2, 192, jnp.bfloat16, stacked=True, can_cut=True)
     cache = caches.commit(cache, prompt.new, jnp.asarray([70, 3]))
     mask_btt = mask_ancestors(PARENT[:2], T)[:, :tokens, :tokens]
     inputs = ids_bt[:, 70:], cache.length_b[:, None] + jnp.arange(tokens), mask_btt, cache

@@ -19,7 +19,7 @@ K = RANDOM_MODEL.num_kv_heads
 def test_append_commits_paths_in_order(backend_form, batch, dtype, stacked):
     """Random commits, some of nothing, against lists; garbage of one commit is gone or hidden after the next."""
     rng, width, append = np.random.default_rng(batch), 5, jax.jit(caches.commit)
-    cache = caches.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype, stacked=stacked)
+    cache = caches.allocate(replace(RANDOM_MODEL, num_layers=2), batch, 40, dtype, stacked=stacked, can_cut=True)
     assert len(cache.states) == (1 if stacked else 2)
     expected = [[] for _ in range(batch)]  # of every sequence, the keys and values of both layers, position by position
     for step in range(6):

@@ -323,7 +323,7 @@ def test_programs_compile_from_shapes():
 
 def test_parts_divide_an_axis_and_what_a_shard_has_of_it():
     sizes = [(76, 1), (76, 4), (19, 1), (8, 4), (3, 1), (1, 8), (32, 8)]
-    assert [block_products.count_parts(size, ways) for size, ways in sizes] == [4, 19, 19, 2, 3, 1, 4]
+    assert [block_scales.count_parts(size, ways) for size, ways in sizes] == [4, 19, 19, 2, 3, 1, 4]
 
 
 def test_groups_are_kept_where_that_moves_fewer_bytes_or_nothing_else_fits():

@@ -1,6 +1,7 @@
 """Norms and rotations against restatements in plain NumPy. Whole layers: test_against_transformers.py."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 from answers import draw
 from compiled import ONE_H100
-from conftest import DATA, needs_mosaic
+from conftest import DATA, RANDOM_MODEL, needs_mosaic
 from jax.sharding import AbstractMesh
 from published_configs import QWEN3_4B, parse, without
 
 from treeflash_jax.models import kernels, layers
-from treeflash_jax.models.config import Rope
+from treeflash_jax.models.config import ModelConfig, Rope
 from treeflash_jax.models.kernels import layers_mosaic
+from treeflash_jax.models.kv_cache import LayerKV
+from treeflash_jax.models.layer_protocol import PassInputs
 from treeflash_jax.models.quantized import product, quantize_channels
 
 LLAMA3 = Rope(
@@ -59,6 +62,21 @@ def test_one_kernel_adds_a_product_and_norms(sizes, dtype, rounding):
         np.testing.assert_allclose(got, expected, rtol=2 * rounding, atol=16 * rounding)
     with jax.sharding.use_abstract_mesh(ONE_H100):
         assert "mosaic" in jax.jit(fused).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_kernels_of_layers_refuse_models_with_other_parts():
+    heads = jnp.zeros((1, 3, 2, 8, 64), jnp.bfloat16)
+    inputs = {"full_attention": PassInputs(None, None, None, None, "mosaic-gpu")}
+
+    def supports(**fields) -> bool:
+        config, prefixes = replace(RANDOM_MODEL, **fields), (LayerKV(heads, heads, 0),)
+        return layers_mosaic.supports([{"qkv": None}], config, None, None, inputs, prefixes, None, None)
+
+    assert supports() and supports(qk_norm=False, qkv_bias=True, num_experts=8, expert_biases=True, logit_cap=30.0)
+    parts = [name for name in ModelConfig.__annotations__ if name not in layers_mosaic.SUPPORTED]
+    assert {"o_bias", "wide_norms", "layer_input_size", "dense_beside_experts", "shared_expert_size", "sizes"} <= {*parts}
+    assert not any(supports(**{name: "another"}) for name in parts)
+    assert not supports(rope=Rope(fraction=0.5)) and not supports(layer_types=("sliding_attention",) * 3)
 
 
 @needs_mosaic

@@ -217,7 +217,8 @@ class LaneDrafter(Drafter):
         return drafter
 
     def init(self, batch: int, capacity: int, dtype: DTypeLike) -> ContextState:
-        context = caches.allocate(self.layers, batch, capacity, dtype)
+        # Sessions cut the context, and `init` is not told whether there is one.
+        context = caches.allocate(self.layers, batch, capacity, dtype, can_cut=True)
         return ContextState(context, jnp.zeros((batch, self.layers.hidden_size), dtype))
 
     def expand(self, inputs: Inputs, shared: Any, step: Any) -> Expander:

@@ -39,7 +39,8 @@ class TreeFlash:
     """A verifier and its drafter, ready to generate.
 
     `generate`, `generate_each` and `stream` answer prompts. `encode`, `plan` and `prepare` return the token ids that these
-    methods read and the programs that they run.
+    methods read and the programs that they run. `call_weights`, `check_memory` and `settings_and_requests` are parts of
+    `prepare` for the server and for training; they may change.
 
     Example:
       >>> import treeflash_jax as tf

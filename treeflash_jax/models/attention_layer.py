@@ -72,7 +72,7 @@ class AttentionLayer(LayerKind):
         return merge(params) if has_all and can_join(*(params[name] for name in "qkv")) else params
 
     def init(
-        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool = True
+        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool
     ) -> kv_cache.KVState:
         is_ring = self.is_windowed and not can_cut
         slots = min(capacity, config.window) if is_ring else capacity

@@ -59,7 +59,7 @@ class Cache:
 
 
 def allocate(
-    config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, *, stacked: bool = False, can_cut: bool = True
+    config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, *, stacked: bool = False, can_cut: bool
 ) -> Cache:
     """Returns an empty cache with room for `capacity` positions of `batch` sequences.
 

@@ -99,7 +99,7 @@ class DeltaLayer(LayerKind):
         return merge(params, config=config) if has_row_scales and can_join(*maps) else params
 
     def init(
-        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool = True
+        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool
     ) -> DeltaLayerState:
         now, at_prompt = (delta_rule.init(config.delta, batch, dtype) for _ in range(2))
         return DeltaLayerState(now, at_prompt if can_cut else None, jnp.zeros(batch, jnp.int32))

@@ -117,7 +117,7 @@ class LayerKind(ABC):
 
     @abstractmethod
     def init(
-        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool = True
+        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool
     ) -> LayerState:
         """Returns the empty state, with room for `capacity` positions.
 

@@ -105,7 +105,7 @@ def best_first_search(
         jnp.concatenate([x_bu, jnp.moveaxis(x_ibu, 0, 1).reshape(len(anchor_b), -1)], axis=1)
         for x_bu, x_ibu in zip((entry_bu, tokens_b1c[:, 0, ranks], rank_bu, open_bu), ledger, strict=True)
     )
-
+    # Looks up the best nodes after the last level in the ledger, and numbers them.
     kept_bu, depth_bu = best.entry_bu, best.entry_bu // width
     node_bx = jax.vmap(lambda kept_u: jnp.zeros_like(above_bx[0]).at[kept_u].set(places + 1))(kept_bu)
     parent_bu = jnp.where(depth_bu == 0, 0, pick(node_bx, pick(above_bx, kept_bu)))

@@ -162,6 +162,7 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
     def test(state):
         turn, chance_bx, weight_bn, scale_bn, mass_bn, tested_bn = state
         now_bx = order_bx == turn
+        # Acceptance: the chances of this turn's draws, and with `weighs` the weights of their nodes.
         weight_bx, scale_bx, mass_bx = (pick(x_bn, draws.parent_bx) for x_bn in (weight_bn, scale_bn, mass_bn))
         left_bx = jnp.maximum(weight_bx * drawn_p_bx - scale_bx * drawn_q_bx, 0)
         left_bx = jnp.where(gone_at_bx < draws.rank_bx, 0, left_bx)
@@ -174,6 +175,7 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
             entered_bn = _to_nodes(jnp.ones_like(accepted_bx), is_entered_bx, draws.node_bx, weight_bn)
             entry_bn = _to_nodes(accepted_bx, is_entered_bx, draws.node_bx, weight_bn)
             weight_bn = jnp.where(entered_bn > 0, entry_bn, weight_bn)
+        # Rejection: C, the number of tests and Z of the parents.
         growth_bx = jnp.where(spare_bx > 0, mass_bx / jnp.where(spare_bx > 0, spare_bx, 1), 0)
         scale_bn += _to_nodes(growth_bx, now_bx & ~draws.is_fixed_bx, draws.parent_bx, scale_bn)
         touched_bn = _to_nodes(jnp.ones_like(draws.rank_bx), now_bx, draws.parent_bx, tested_bn)

@@ -186,7 +186,8 @@ class BlockDrafter(Drafter):
         return {"backbone": network, "head": HEADS[self.head].specs(self)} | listed
 
     def init(self, batch: int, capacity: int, dtype: DTypeLike) -> ContextState:
-        context = caches.allocate(self.layers, batch, capacity, dtype)
+        # Sessions cut the context, and `init` is not told whether there is one.
+        context = caches.allocate(self.layers, batch, capacity, dtype, can_cut=True)
         hidden_bd = jnp.zeros((batch, self.layers.hidden_size), dtype) if HEADS[self.head].reads_context else None
         return ContextState(context, hidden_bd)
 

@@ -231,7 +231,7 @@ def keeps_groups(device: Device, dtype: DTypeLike, tokens: int, fits: bool) -> b
     """Returns whether weights with a scale per group of inputs are kept as the file has them, instead of expanded.
 
     CPUs are faster with expanded weights (`notebooks/results/four_bits.md`). With kept weights, GPUs write and read sums
-    over groups of 128 inputs (`backend.block_products`); they expand weights if these sums have more bytes than are saved.
+    over groups of 128 inputs (`backend.group_products`); they expand weights if these sums have more bytes than are saved.
 
     Args:
       tokens: number of tokens of a pass over one sequence: the nodes of a tree.

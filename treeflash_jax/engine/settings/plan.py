@@ -78,6 +78,7 @@ def resolve(
     builder = BUILDERS[name]
     _check_settings(config, drafter, name, builder)
     shape, rule, requested = _choose_tree(config, verifier, drafter, builder)
+    # The most nodes: as requested; otherwise as many as the device verifies fast, but at least a child and the lanes.
     usual = MAX_NODES if builder.is_chain else defaults.choose_nodes(drafter, table)  # `size` cuts a chain
     limit = requested or max(2, defaults.limit_nodes(device, usual, sequences), 1 + (config.lanes or 0))
     expect((config.lanes or 0) < limit, "lanes", config.lanes, f"at most {limit - 1}: the nodes below the root")

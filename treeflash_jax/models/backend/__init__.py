@@ -2,4 +2,11 @@
 
 `lax.platform_dependent` chooses the form when a program is lowered, so programs for another device can be compiled ahead of
 time. Tests run all forms of these functions on the CPU. Kernels, which a call chooses, are in `models.kernels`.
+
+- Forms for CPUs run daily: in `products`, `rotation`, `indexing`, `selection`, `levels` and `expert_sums`.
+- Forms for TPUs never ran on one: programs for TPUs were only compiled (notebooks/results/tpu_estimates.md). `products` has
+  them for one vector and for attention, `rotation` for several positions, `indexing` for stores; all files of experts and
+  of weights with blocks have some.
+- The only form for GPUs, in `group_products`, never ran on one. For everything else, GPUs
+  run the plain forms.
 """

@@ -1,5 +1,7 @@
 """The numbers that a weight with blocks represents: its scales, offsets and expanded values.
 
+Products with such weights share two more functions: `einsum` and `count_parts`.
+
 All weights have blocks, and their inputs are in order.
 """
 
@@ -14,6 +16,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.quantized_weight import Quantized
 
+MIN_PARTS = 4  # fewest parts of a weight that is scaled part by part
 MATRIX_UNIT_ROWS = 128  # rows of a TPU's matrix unit
 EXACT_IN_BFLOAT16 = ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "int8", "uint8")  # dtypes
 
@@ -113,3 +116,14 @@ def model_ways() -> int:
     """Returns the number of parts of an array along the mesh's model axis; 1 inside a `jax.shard_map` over it."""
     mesh = sharding.current()
     return mesh.shape["model"] if "model" in sharding.free_axes(mesh) else 1
+
+
+def count_parts(size: int, ways: int) -> int:
+    """Returns the smallest divisor, at least MIN_PARTS, of a shard's part of an axis; the whole part if that is shorter."""
+    local = size // math.gcd(size, ways)
+    return next(parts for parts in range(min(MIN_PARTS, local), local + 1) if local % parts == 0)
+
+
+def einsum(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Returns an einsum in float32 at least."""
+    return jnp.einsum(equation, left, right, preferred_element_type=at_least_float32(left.dtype))

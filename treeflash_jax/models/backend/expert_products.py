@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.models.backend import block_products, block_scales
+from treeflash_jax.models.backend import block_scales
 from treeflash_jax.models.quantized_weight import Quantized
 
 MOST_VECTORS_SUMMED = 32  # up to this number of vectors, TPUs scale the sums over groups
@@ -50,7 +50,7 @@ def _scale_sums(x_xni: jax.Array, weight: Quantized) -> jax.Array:
     scale_xkg = block_scales.compute_scales(weight, at_least_float32(x_xni.dtype))
     x_xnkz = x_xni.reshape(experts, count, scale_xkg.shape[1], -1)
     values_xkzf = weight.values.reshape(experts, scale_xkg.shape[1], -1, weight.shape[-1])
-    y_xknf = block_products.einsum("xnkz,xkzf->xknf", x_xnkz, values_xkzf.astype(x_xni.dtype))
+    y_xknf = block_scales.einsum("xnkz,xkzf->xknf", x_xnkz, values_xkzf.astype(x_xni.dtype))
     y_xkngb = y_xknf.reshape(*y_xknf.shape[:3], scale_xkg.shape[2], -1)
     y_xnf = jnp.sum(y_xkngb * scale_xkg[:, :, None, :, None], axis=1).reshape(experts, count, -1)
     return _subtract_offsets(y_xnf, x_xni, weight, scale_xkg)
@@ -58,18 +58,18 @@ def _scale_sums(x_xni: jax.Array, weight: Quantized) -> jax.Array:
 
 def _scale_weights(x_xni: jax.Array, weight: Quantized) -> jax.Array:
     widened_xif = block_scales.widen(weight.replace(zero=None, minimum=None), x_xni.dtype)
-    y_xnf = block_products.einsum("xni,xif->xnf", x_xni, widened_xif)
+    y_xnf = block_scales.einsum("xni,xif->xnf", x_xni, widened_xif)
     return _subtract_offsets(y_xnf, x_xni, weight, block_scales.compute_scales(weight, y_xnf.dtype))
 
 
 def _scale_weights_in_parts(x_xni: jax.Array, weight: Quantized) -> jax.Array:
     experts, count, _ = x_xni.shape
-    parts = block_products.count_parts(experts, 1)
+    parts = block_scales.count_parts(experts, 1)
     x_split, weight_split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x_xni, weight))
 
     def multiply(part: tuple[jax.Array, Quantized]) -> jax.Array:
         x_xni, weight = part[0], keep_layout(part[1])
-        return block_products.einsum("xni,xif->xnf", x_xni, block_scales.widen(weight, x_xni.dtype))
+        return block_scales.einsum("xni,xif->xnf", x_xni, block_scales.widen(weight, x_xni.dtype))
 
     return lax.map(multiply, (x_split, keep_layout(weight_split))).reshape(experts, count, -1)
 

@@ -1,6 +1,6 @@
 """Matrix products in the form that the backend runs fastest.
 
-The plain form is an einsum in the operands' dtype. The other forms avoid slow paths of backends:
+The plain form is an einsum in the operands' dtype. The other forms avoid slow paths of backends (jax 0.10):
 
 - XLA's CPU backend runs a bfloat16 product at the machine's rate only as a matrix product that sums over the last axis of
   its left matrix, accumulates in float32 and is rounded afterwards. It is slow from bfloat16 to bfloat16, with a single

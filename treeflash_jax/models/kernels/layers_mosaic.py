@@ -26,6 +26,12 @@ from treeflash_jax.models.layer_protocol import PassInputs
 from treeflash_jax.models.quantized import product
 
 TAKES = "attention 'mosaic-gpu', its caches, and merged weights of layers like those of Qwen3 and Llama"
+# Fields that these layers compute or that concern other parts of a model. All others must have their defaults.
+SUPPORTED = (
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim rms_norm_eps rope max_positions "
+    "tie_embeddings qk_norm qkv_bias model_type eos_token_ids num_experts experts_per_token expert_size normalize_experts "
+    "expert_biases swiglu_limit dense_layers embedding_factor logit_cap window layer_types"
+).split()
 Normed = tuple[jax.Array, jax.Array | None]  # the residual stream, and its norm if a kernel made it
 
 
@@ -33,9 +39,8 @@ def supports(
     params, config: ModelConfig, norm_d, x_btd, inputs: dict[str, PassInputs], prefixes, earlier, inputs_lbtp
 ) -> bool:
     """Returns whether a pass runs in kernels. It must have plain attention layers with merged weights, and only caches."""
-    has_more = config.offset_norms or config.gates_attention or config.attention_sinks or config.rope.fraction < 1
-    has_more = has_more or config.post_norms or config.value_norm or config.layer_scalars or config.activation != "silu"
-    if has_more or {*config.kinds} != {"full_attention"} or prefixes is None or earlier is not None:
+    is_plain = config == ModelConfig(**{name: getattr(config, name) for name in SUPPORTED}) and config.rope.fraction == 1
+    if not is_plain or {*config.kinds} != {"full_attention"} or prefixes is None or earlier is not None:
         return False
     is_merged = all("qkv" in weights for weights in params)
     return is_merged and inputs["full_attention"].attention == "mosaic-gpu" and attention_mosaic.supports_cache(prefixes[0])

@@ -219,6 +219,7 @@ def _compact(anchor_b, outline: Outline, draws: DrawnPlaces, num_fixed: int, dep
     n = outline.parent_bn.shape[1]
     places = jnp.arange(n, dtype=jnp.int32)
     is_node_bn = draws.is_alive_bn & (draws.first_bn == places)
+    # Nodes in order of their places, then the places without a node.
     order_bn = jnp.argsort(~is_node_bn, axis=1, stable=True).astype(jnp.int32)
     node_bn = pick(jnp.argsort(order_bn, axis=1).astype(jnp.int32), draws.first_bn)  # node of each draw
     valid_bn = pick(is_node_bn, order_bn)
@@ -233,6 +234,7 @@ def _compact(anchor_b, outline: Outline, draws: DrawnPlaces, num_fixed: int, dep
         log_prob_bn=moved(draws.log_prob_bn, -jnp.inf),
         valid_bn=valid_bn,
     )
+    # Places in order of their tests, deterministic ones last.
     tested_x = jnp.asarray([*range(num_fixed + 1, n), *range(1, num_fixed + 1)], jnp.int32)
     proposal = Proposal(
         support_bnc=pick(draws.support_bnc, order_bn),
