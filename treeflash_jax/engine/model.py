@@ -38,8 +38,8 @@ from treeflash_jax.models.config import ModelConfig
 class TreeFlash:
     """A verifier and its drafter, ready to generate.
 
-    `generate`, `generate_each` and `stream` answer prompts. `encode`, `plan` and `prepare` return what these methods read and
-    run. `call_weights`, `check_memory` and `settings_and_requests` are for the server and for training, and may change.
+    `generate`, `generate_each` and `stream` answer prompts. `encode`, `plan` and `prepare` return what these read and run.
+    `call_weights`, `check_memory` and `settings_and_requests` are for the server and for training, and may change.
 
     Example:
       >>> import treeflash_jax as tf
