@@ -1,9 +1,12 @@
 """Programs of this process, and of the next: commands keep them unless the user chose otherwise."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -66,6 +69,24 @@ def test_programs_that_were_not_used_for_longest_go(monkeypatch):
     assert [compiles(n) for n in (5, 6)] == [True, True]
     monkeypatch.setattr(programs, "_count_memory_maps", lambda: 10**6 if len(programs.compiled()) > 2 else 0)
     assert compiles(7) and len(programs.compiled()) == 3
+
+
+def test_threads_share_programs(monkeypatch):
+    """Two calls at the same time compile a new program once."""
+    increase, both, compiled = jax.jit(lambda x: x + 1), threading.Barrier(2), []
+
+    def look_for_room() -> int:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # for a second thread
+        return 0
+
+    compile_lowered = programs.compile_lowered
+    monkeypatch.setattr(programs, "compile_lowered", lambda *args: compiled.append(1) or compile_lowered(*args))
+    programs.call(jax.jit(lambda x: x - 1), jnp.int32(0))  # one that might have to go
+    monkeypatch.setattr(programs, "_count_memory_maps", look_for_room)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda x: int(programs.call(increase, x)), jnp.arange(2)))
+    assert results == [1, 2] and len(compiled) == 2
 
 
 def test_programs_are_kept_and_found_again(tmp_path):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import jax
@@ -57,6 +57,7 @@ class Program:
 _programs: dict[Any, Program] = {}
 _uses = itertools.count()
 _times: Path | None = None  # file of `compile_times`, beside programs that are kept on disk
+_changing = RLock()  # held while a program is looked up or made: threads share programs
 _unstored = Lock()  # held while compiling a program that must not be stored on disk
 
 
@@ -122,24 +123,25 @@ def start_compiling(
     of_products = _precision(leaves, mesh)
     precision = jax.config.jax_enable_x64, of_products
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
-    known = _programs.get(key)
-    if known is not None and not (known.future.done() and known.future.exception()):  # repeats a failed one
-        known.last_use = next(_uses)
-        return known
-    with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
-        _make_room()
-        with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
-            lowered = function.lower(*args, **static)
-        thread = futures.ThreadPoolExecutor(1)
-        if _takes_no_four_bits(mesh, leaves):
-            future = thread.submit(lambda: functools.partial(_call_jitted, function, mesh, of_products, static))
-        else:
-            future = thread.submit(compile_lowered, lowered, mesh, function)
-        thread.shutdown(wait=False)
-    model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument is a model's weights
-    labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
-    _programs[key] = program = Program(function, future, labels, last_use=next(_uses))
-    return program
+    with _changing:
+        known = _programs.get(key)
+        if known is not None and not (known.future.done() and known.future.exception()):  # repeats a failed one
+            known.last_use = next(_uses)
+            return known
+        with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
+            _make_room()
+            with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
+                lowered = function.lower(*args, **static)
+            thread = futures.ThreadPoolExecutor(1)
+            if _takes_no_four_bits(mesh, leaves):
+                future = thread.submit(lambda: functools.partial(_call_jitted, function, mesh, of_products, static))
+            else:
+                future = thread.submit(compile_lowered, lowered, mesh, function)
+            thread.shutdown(wait=False)
+        model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument is a model's weights
+        labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
+        _programs[key] = program = Program(function, future, labels, last_use=next(_uses))
+        return program
 
 
 def _takes_no_four_bits(mesh: Mesh | None, leaves: Sequence[Any]) -> bool:

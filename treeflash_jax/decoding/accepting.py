@@ -21,8 +21,9 @@ from treeflash_jax.models import verifier, vocab
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
 
-# Random streams of a sequence's key. No two uses share a stream: if a tree depended on the noise of the verifier's samples,
-# decoding would not be lossless. Samples are keyed by the position of their token, draws and coins by that of the root.
+# Random streams of a sequence's key. No two uses within a sequence share a stream: if a tree depended on the noise of the
+# verifier's samples, decoding would not be lossless. Samples are keyed by the position of their token, draws and coins by
+# that of the root.
 VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
 
 

@@ -35,7 +35,10 @@ class State(ABC):
 
     @abstractmethod
     def cut(self, length_b: jax.Array) -> Self:
-        """Returns the state after only the first `length_b` positions. `extend` then adds further positions."""
+        """Returns the state after only the first `length_b` positions. `extend` then adds further positions.
+
+        What a draft reads of the last position may be left as it is: `extend` always comes before the next draft.
+        """
 
 
 @struct.dataclass

@@ -145,7 +145,7 @@ class GenerateConfig:
     sampling: str | None = sampling_setting(
         None,
         "model: take temperature (if do_sample is true), filters and repetition penalty from generation_config.json, "
-        "unless they are given",
+        "unless they are given as keywords or differ from the defaults",
         unset="greedy, or as given",
         choices=lambda: ("model",),
     )

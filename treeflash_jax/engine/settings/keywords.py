@@ -136,8 +136,9 @@ class GenerateSettings(TypedDict, total=False):
       processor: function of logits and `decoding.processors.History` that
         returns logits, in Python only (default: none).
       sampling: model: take temperature (if do_sample is true), filters and
-        repetition penalty from generation_config.json, unless they are given
-        (one of model; default: greedy, or as given).
+        repetition penalty from generation_config.json, unless they are given as
+        keywords or differ from the defaults (one of model; default: greedy, or
+        as given).
       head: head of a block drafter, which conditions a token on those before
         it; marginal turns it off (one of marginal, mlp, linear, lowrank,
         lowrank-gated, lowrank-rnn, gru, selector, lilicorr; default: the

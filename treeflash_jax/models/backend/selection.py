@@ -52,7 +52,7 @@ def _grouped_top_k(scores_nv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def argmax(scores: jax.Array) -> jax.Array:
-    """Returns the index of the largest entry along the last axis. If all are -inf or NaN, it is out of range."""
+    """Returns the index of the largest entry along the last axis. If all are -inf, or any is NaN, it is out of range."""
     if not is_grouped(scores.shape[-1], 1):
         return plain_argmax(scores)
     return lax.platform_dependent(scores, cpu=_grouped_argmax, default=plain_argmax)
