@@ -87,7 +87,7 @@ def test_damaged_lists(folder, text, words):
 def test_other_drafters_have_no_list(folder, tmp_path):
     ngram = shutil.copytree(locate("ngram", "drafter"), tmp_path / "ngram")
     shutil.copy(folder / draft_vocabulary.NAME, ngram)
-    refused(lambda: tf.load("tiny", drafter=ngram), "kind 'ngram'", "block drafter")
+    refused(lambda: tf.load("tiny", drafter=ngram), "kind 'ngram'", "a kind that supports one")
 
 
 def test_conversions_keep_it(folder, tmp_path):
