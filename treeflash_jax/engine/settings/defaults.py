@@ -50,8 +50,8 @@ class DeviceDefaults:
     ngrams: int | None
     shortlist: int | None
     nodes: int | None
-    fewest_nodes: int
-    tokens: int | None
+    fewest_nodes: int = 1
+    tokens: int | None = None
     candidates: int | None
     depths: int | None
     lanes: int | None
@@ -66,8 +66,6 @@ PLAIN_CPU = DeviceDefaults(
     ngrams=8,
     shortlist=32,  # the whole vocabulary takes several times as long, at equal tau
     nodes=8,  # faster than 5 for most prompts: notebooks/results/README.md#speed-of-smollm2-on-a-cpu
-    fewest_nodes=1,
-    tokens=None,
     candidates=8,  # more are slower, at equal tau
     depths=4,  # with two lanes faster than the drafters' usual trees: notebooks/results/drafters_smollm2.md#number-of-nodes
     lanes=2,
@@ -82,8 +80,6 @@ ACCELERATOR = DeviceDefaults(
     ngrams=None,  # never timed
     shortlist=None,  # the vocabulary table is read once for all contexts of a head's second stage
     nodes=None,
-    fewest_nodes=1,
-    tokens=None,
     candidates=None,
     depths=None,
     lanes=None,

@@ -7,6 +7,5 @@ time. Tests run all forms of these functions on the CPU. Kernels, which a call c
 - Forms for TPUs never ran on one: programs for TPUs were only compiled (notebooks/results/tpu_estimates.md). `products` has
   them for one vector and for attention, `rotation` for several positions, `indexing` for stores; all files of experts and
   of weights with blocks have some.
-- The only form for GPUs, in `group_products`, never ran on one. For everything else, GPUs
-  run the plain forms.
+- The only form for GPUs, in `group_products`, never ran on one. For everything else, GPUs run the plain forms.
 """
