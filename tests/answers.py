@@ -15,7 +15,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import AssistantDrafter
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import DeltaSizes, KindSizes, ModelConfig, Rope
 
 SIZES = {"candidates": 8, "children": 8}
@@ -96,7 +96,7 @@ def make_pair(
 
     A scheme quantises the verifier's.
     """
-    specs = [verifier.specs(config)]
+    specs = [decoder.specs(config)]
     if config.attention_sinks:  # neither sinks nor biases are 0
         change = {"zeros": "normal", "ones": "ones", "normal": "normal"}
         specs = jax.tree.map(lambda spec: replace(spec, init=change[spec.init]), specs, is_leaf=parameters.is_spec)
@@ -148,12 +148,12 @@ def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any
 
 
 @partial(jax.jit, static_argnames=("config", "taps", "residual_dtype"))
-def read_texts(weights: Any, config: Any, tokens_bt: Any, **options) -> tuple[verifier.Output, jax.Array]:
+def read_texts(weights: Any, config: Any, tokens_bt: Any, **options) -> tuple[decoder.Output, jax.Array]:
     """The verifier's output for whole texts, and its logits."""
     batch, size = tokens_bt.shape
-    mask_btt = verifier.causal_mask(batch, size)
-    out = verifier.forward(weights, config, tokens_bt, jnp.arange(size)[None], mask_btt, **options)
-    return out, verifier.logits(weights, config, out.hidden_btd)
+    mask_btt = decoder.causal_mask(batch, size)
+    out = decoder.forward(weights, config, tokens_bt, jnp.arange(size)[None], mask_btt, **options)
+    return out, decoder.logits(weights, config, out.hidden_btd)
 
 
 def assert_greedy(model: TreeFlash, prompts: list[list[int]], results: list[Result]) -> jax.Array:

@@ -68,7 +68,7 @@ from treeflash_jax.engine import loading  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
 from treeflash_jax.engine.settings import pairs  # noqa: E402
 from treeflash_jax.formats import model_files  # noqa: E402
-from treeflash_jax.models import verifier  # noqa: E402
+from treeflash_jax.models import decoder  # noqa: E402
 from treeflash_jax.models.config import ModelConfig  # noqa: E402
 
 make_mesh = jax.make_mesh
@@ -230,7 +230,7 @@ def short(tiny, tmp_path_factory) -> Path:
     """The folder of a random verifier of one layer with the tokenizer of the shipped one: programs of it are small."""
     folder = tmp_path_factory.mktemp("short") / "verifier"
     config = replace(tiny.verifier, num_layers=1)
-    weights = parameters.initialize(verifier.specs(config), jax.random.key(0))
+    weights = parameters.initialize(decoder.specs(config), jax.random.key(0))
     model_files.save_verifier(folder, config, weights, jnp.float32)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(pairs.locate("tiny") / file, folder)

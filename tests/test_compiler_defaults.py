@@ -21,7 +21,7 @@ from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.engine.settings.plan import resolve
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ("Write a Python function that checks whether a word is a palindrome.", "Name three rivers.")
@@ -83,7 +83,7 @@ def test_programs_of_smollm2_have_few_instructions(as_users_compile):
     for builder in ("best-first", "none"):
         config = GenerateConfig(builder=builder, nodes=8 if builder == "best-first" else None)
         plan = resolve(config, model, drafter, dtype=jnp.dtype("float32"), device=sharding.device(), sequences=1)
-        weights = Weights(parameters.abstract(verifier.specs(model), jnp.float32, None))
+        weights = Weights(parameters.abstract(decoder.specs(model), jnp.float32, None))
         if plan.drafts:
             weights = weights.replace(drafter=parameters.abstract(drafter.specs(), jnp.float32, None))
         batch = make_batch([None], SamplingSizes(), capacity=384, dtype=jnp.float32)

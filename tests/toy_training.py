@@ -24,7 +24,7 @@ from train.runtime import run_config
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def read_lines(path: Path) -> list[dict]:
 def write(folder: Path, documents: int = 120, model: ModelConfig = MODEL) -> Path:
     """Writes the pair, its responses and head.toml; returns the TOML file."""
     key = jax.random.key(0)
-    model_files.save_verifier(folder / "verifier", model, parameters.initialize(verifier.specs(model), key, scale=0.3))
+    model_files.save_verifier(folder / "verifier", model, parameters.initialize(decoder.specs(model), key, scale=0.3))
     backbone = parameters.initialize(DRAFTER.specs()["backbone"], jax.random.fold_in(key, 1), scale=0.3)
     model_files.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
     rng = np.random.default_rng(0)

@@ -30,7 +30,7 @@ from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import architectures, model_files
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import PackedMask
 
@@ -81,9 +81,9 @@ def next_token_sums(
     """Returns the weighted sum of -log p(token | document so far), and of the weights."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
-    out = verifier.forward(params, model, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
+    out = decoder.forward(params, model, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
     labels_bt, weights_bt = (jnp.roll(x_bt, -1, axis=1).at[:, -1].set(0) for x_bt in (batch.tokens_bt, batch.weights_bt))
-    loss_bt = losses.cross_entropy(verifier.logits(params, model, out.hidden_btd), labels_bt)
+    loss_bt = losses.cross_entropy(decoder.logits(params, model, out.hidden_btd), labels_bt)
     return {"loss": (jnp.sum(weights_bt * loss_bt), jnp.sum(weights_bt))}
 
 
@@ -96,7 +96,7 @@ def main(settings: FromScratchConfig) -> None:
     architecture, dtype = architectures.recognise(keys), jnp.dtype(settings.compute_dtype)
     model = architecture.read(keys)
     architecture.to_hf(model)  # raises before training if the family can only be read
-    specs, mesh = verifier.specs(model), hosts.make_mesh(settings.mesh)
+    specs, mesh = decoder.specs(model), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
     initial = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)

@@ -38,8 +38,8 @@ from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.models import quantized, vocab
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.decoder import forward
 from treeflash_jax.models.packed_attention import PackedMask
-from treeflash_jax.models.verifier import forward
 
 MODEL = ("embed", "groups", "norm", "unembed")  # weights of the small model without its steering
 

@@ -22,7 +22,7 @@ from treeflash_jax import trees
 from treeflash_jax.bench import prompt_sets
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import read_jsonl
-from treeflash_jax.models import caches, verifier
+from treeflash_jax.models import caches, decoder
 
 KEPT = 32  # likeliest tokens of a depth
 PIECE = 64  # texts are padded to multiples of it
@@ -32,7 +32,7 @@ PIECE = 64  # texts are padded to multiples of it
 def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int):
     """Returns the likeliest tokens after the first `length` of a text and their probabilities, each [d, c]."""
     positions_1t = jnp.arange(ids_1t.shape[1])[None]
-    text = verifier.forward(weights, config, ids_1t, positions_1t, verifier.causal_mask(1, ids_1t.shape[1]))
+    text = decoder.forward(weights, config, ids_1t, positions_1t, decoder.causal_mask(1, ids_1t.shape[1]))
     dtype = text.hidden_btd.dtype
     cache = caches.allocate(config, samples, ids_1t.shape[1] + depths, dtype, can_cut=True)
     repeated = jax.tree.map(lambda new: jnp.repeat(new, samples, axis=0), text.new)
@@ -40,11 +40,11 @@ def marginals(weights, ids_1t, length, key, *, config, samples: int, depths: int
     hidden_nd = jnp.repeat(text.hidden_btd[:, length - 1], samples, axis=0)
     kept = []
     for depth in range(depths):
-        logits_nv = verifier.logits(weights, config, hidden_nd[:, None])[:, 0].astype(jnp.float32)
+        logits_nv = decoder.logits(weights, config, hidden_nd[:, None])[:, 0].astype(jnp.float32)
         kept.append(jax.lax.top_k(jnp.mean(jax.nn.softmax(logits_nv), axis=0), KEPT))
         tokens_n1 = jax.random.categorical(jax.random.fold_in(key, depth), logits_nv)[:, None]
         mask = jnp.ones((samples, 1, 1), bool)
-        new = verifier.forward(weights, config, tokens_n1, cache.length_b[:, None], mask, cache)
+        new = decoder.forward(weights, config, tokens_n1, cache.length_b[:, None], mask, cache)
         cache, hidden_nd = caches.commit(cache, new.new, jnp.ones(samples, jnp.int32)), new.hidden_btd[:, 0]
     probabilities, ids = (jnp.stack(values) for values in zip(*kept, strict=True))
     return ids, probabilities

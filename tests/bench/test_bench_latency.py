@@ -27,7 +27,7 @@ from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
 SMALL += ["--candidates", "4", "--children", "4"]
@@ -133,7 +133,7 @@ def made_up(monkeypatch):
         return measured
 
     def zeros(config, drafter, dtype, *_) -> TreeFlash:
-        specs = verifier.specs(config), drafter.specs()
+        specs = decoder.specs(config), drafter.specs()
         weights = jax.tree.map(lambda spec: np.zeros(spec.shape, dtype), specs, is_leaf=is_spec)
         return TreeFlash(config, Weights(*weights), drafter=drafter)
 

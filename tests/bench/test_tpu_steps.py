@@ -15,7 +15,7 @@ from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import resolve
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig
 
 QWEN3 = replace(shapes.VERIFIERS["qwen3-0.6b"], num_layers=2, vocab_size=2**14)
@@ -65,7 +65,7 @@ def test_no_loop_on_a_mesh_writes_a_weight_of_four_bits(nodes):
     """Not even on the chip, where XLA would lay weights out anew in every pass, or widen them."""
     model = replace(shapes.VERIFIERS["qwen3-8b"], num_layers=1, vocab_size=2**14)
     text = compile_rounds(model, "v5e:2x2", nodes=nodes, quantize="int4", ways=4, drafter=NgramDrafter())
-    matrices = [spec for spec in verifier.specs(model, is_merged=True)["groups"][0][0].values() if spec.inputs]
+    matrices = [spec for spec in decoder.specs(model, is_merged=True)["groups"][0][0].values() if spec.inputs]
     assert written_weights(text, [(math.prod(spec.shape) // 4,) for spec in matrices], nodes, on_chip=True) == []
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import RANDOM_MODEL, random_pair
 
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "notebooks/results/true_marginals.py"))
 
@@ -18,8 +18,8 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "notebooks/results/true_
 def distributions(weights, ids_bt: jax.Array) -> jax.Array:
     """The verifier's distribution of the token after each text."""
     positions = jnp.broadcast_to(jnp.arange(ids_bt.shape[1]), ids_bt.shape)
-    out = verifier.forward(weights, RANDOM_MODEL, ids_bt, positions, verifier.causal_mask(*ids_bt.shape))
-    return jax.nn.softmax(verifier.logits(weights, RANDOM_MODEL, out.hidden_btd[:, -1]))
+    out = decoder.forward(weights, RANDOM_MODEL, ids_bt, positions, decoder.causal_mask(*ids_bt.shape))
+    return jax.nn.softmax(decoder.logits(weights, RANDOM_MODEL, out.hidden_btd[:, -1]))
 
 
 def test_marginals_average_over_continuations():

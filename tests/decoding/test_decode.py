@@ -24,7 +24,7 @@ from treeflash_jax.engine.call.requests import make_requests
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 TREE = {"nodes": 16} | SIZES
 PROMPT = [3, 4, 5, 17, 29]
@@ -77,7 +77,7 @@ def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_floa
     ids = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
     read = partial(read_texts, config=config, tokens_bt=ids, taps=(3,))
     for seed in (0, 1, 2, 3):
-        narrow = parameters.initialize(verifier.specs(config), jax.random.key(seed), jnp.bfloat16, scale=0.1)
+        narrow = parameters.initialize(decoder.specs(config), jax.random.key(seed), jnp.bfloat16, scale=0.1)
         (out, plain), (wide_out, wide) = (read(narrow, residual_dtype=dtype) for dtype in (None, jnp.float32))
         assert (plain.dtype, wide.dtype) == ("bfloat16", "float32")
         assert out.features_btj.dtype == wide_out.features_btj.dtype == "bfloat16"
@@ -89,10 +89,10 @@ def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_floa
 
 @pytest.mark.parametrize("drafts", [{"nodes": 8}, {"builder": "none"}])
 def test_prefill_and_rounds_in_bfloat16_make_float32_logits_on_a_cpu(monkeypatch, drafts):
-    pair, seen, logits = random_pair(), [], verifier.logits
+    pair, seen, logits = random_pair(), [], decoder.logits
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), pair.weights)
     model = TreeFlash(RANDOM_MODEL, weights, drafter=RANDOM_DRAFTER)
-    monkeypatch.setattr(verifier, "logits", lambda *args: seen.append(logits(*args).dtype.name) or logits(*args))
+    monkeypatch.setattr(decoder, "logits", lambda *args: seen.append(logits(*args).dtype.name) or logits(*args))
     plan, batch = planned_batch(model, [PROMPT], **drafts)
     state = jax.eval_shape(partial(loops.init_state, plan=plan.shared, dtype=model.dtype), *batch)
     loops.prefill_chunks.trace(weights, state, batch[1], jnp.int32(1), plan=plan.shared)

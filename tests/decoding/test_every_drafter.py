@@ -31,7 +31,7 @@ from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.steering import make_shifts
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.trees import NO_TOKEN
 
 PROMPTS = [[3, 4, 5, 3, 4], [8]]
@@ -273,8 +273,8 @@ def test_the_verifiers_last_position_shifts_the_next_draft(float64):
     found = [jax.device_get((state.drafter.shifts, state.end_b))]
     state = runner.call(loops.decode, pair.weights, state, *jax.device_put((np.int32(4), np.int32(3))), plan=plan)
     found += [jax.device_get((state.drafter.shifts, state.end_b))]
-    shape, forward = state.tokens_bs.shape, jax.jit(verifier.forward, static_argnames=("config", "taps"))
-    places = jnp.broadcast_to(jnp.arange(shape[1]), shape), verifier.causal_mask(*shape)
+    shape, forward = state.tokens_bs.shape, jax.jit(decoder.forward, static_argnames=("config", "taps"))
+    places = jnp.broadcast_to(jnp.arange(shape[1]), shape), decoder.causal_mask(*shape)
     out = forward(pair.weights.verifier, pair.verifier, state.tokens_bs, *places, taps=(0, 1))
     low, high = jnp.split(out.features_btj, 2, axis=-1)
     expected = jax.jit(make_shifts)(pair.weights.drafter["steering"], jnp.concatenate([low, low, high], axis=-1))

@@ -27,7 +27,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import ModelConfig, Rope
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -64,7 +64,7 @@ def test_a_trained_pair_and_random_ones_lose_nothing():
         if kind != "trained":
             weights = weights.replace(drafter=fresh(trained.drafter.specs(), seed + 1, 0.3))
         if kind == "random pair":
-            weights = weights.replace(verifier=fresh(verifier.specs(trained.verifier), seed + 3, 0.4))
+            weights = weights.replace(verifier=fresh(decoder.specs(trained.verifier), seed + 3, 0.4))
         model = TreeFlash(trained.verifier, weights, drafter=trained.drafter, stop_ids=(2,))
         prompts, settings = draw_call(draw, 60, range(3, 130), (3, 20))
         results += drafted_as_plain(model, prompts, draft, **settings)
@@ -125,7 +125,7 @@ def test_random_verifiers_drafters_and_trees_lose_nothing(seed, programs):
                 layers=fresh_layers(config, 1), block_size=6, mask_token_id=VOCABULARY - 1, taps=(0, 1),
                 num_target_layers=None, head=head, logit_cap=config.logit_cap, **network,
             ).fitted(config)  # fmt: skip
-            number, specs, scheme = draw.randrange(10**6), verifier.specs(config), schemes.get(name)
+            number, specs, scheme = draw.randrange(10**6), decoder.specs(config), schemes.get(name)
             weights = fresh(specs, number, 0.35, noisy=True)
             weights = jax.tree.map(lambda x, spec, scheme=scheme: quantized.compress(x, spec, scheme), weights, specs)
             weights = Weights(weights, fresh(drafter.specs(), number + 1, 0.35, noisy=True))

@@ -25,7 +25,7 @@ from treeflash_jax.drafters import Eagle3Drafter, Inputs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 FOLDER = DATA / "eagle3"
 FORMS = sorted(path.name for path in FOLDER.iterdir())
@@ -189,7 +189,7 @@ def oracle(lookahead: float) -> TreeFlash:
     config = Eagle3Drafter(
         layers=replace(sizes, num_layers=1), target_hidden_size=d, draft_vocab_size=12, num_depths=5, taps=(0, 0, 1)
     ).fitted(sizes)
-    specs = verifier.specs(sizes), config.specs()
+    specs = decoder.specs(sizes), config.specs()
     weights, drafter = (parameters.initialize(spec, jax.random.key(5), jnp.float64, scale=0.5) for spec in specs)
     weights["embed"] = jax.random.rademacher(jax.random.key(6), (12, d), jnp.float64).at[:, 0].set(1)
     [group] = weights["groups"]

@@ -17,7 +17,7 @@ import treeflash_jax as tf
 from treeflash_jax.drafters import LanguageModelDrafter
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
 pytestmark = pytest.mark.usefixtures("float64")
@@ -54,7 +54,7 @@ def test_a_tree_is_drawn_from_the_anchor_that_the_round_had(how):
 def test_a_folder_of_a_language_model_drafts_and_what_does_not_fit_is_refused(tmp_path):
     big, small, other = (tmp_path / name for name in ("big", "small", "other"))
     for folder, config in ((big, RANDOM_MODEL), (small, SMALL), (other, replace(SMALL, vocab_size=60))):
-        weights = random_weights(verifier.specs(config))
+        weights = random_weights(decoder.specs(config))
         model_files.save_verifier(folder, config, weights, jnp.float32)
     model = tf.load(big, drafter=small, dtype="float32")
     assert model.drafter == LanguageModelDrafter(layers=model_files.read_verifier_config(small))

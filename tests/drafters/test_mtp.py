@@ -23,7 +23,7 @@ from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import mtp_drafter
 from treeflash_jax.formats import draft_vocabulary, model_files, storage
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 FOLDER = DATA / "hybrid"
@@ -50,7 +50,7 @@ def test_logits_and_chains_are_the_published_ones(name):
             tokens.append(expander.children(jnp.int32(depth), lane)[0][:, 0, 0])
             hidden.append(lane.carry)
             lane = expander.follow(jnp.int32(depth), lane, jnp.zeros((3, 1), jnp.int32))
-        return jnp.stack(tokens, axis=1), verifier.logits(weights.verifier, config, jnp.concatenate(hidden, axis=1))
+        return jnp.stack(tokens, axis=1), decoder.logits(weights.verifier, config, jnp.concatenate(hidden, axis=1))
 
     tokens_bi, logits_biv = jax.tree.map(np.asarray, chain(pair.weights, state))
     for i in range(3):
@@ -60,11 +60,11 @@ def test_logits_and_chains_are_the_published_ones(name):
 
     @jax.jit
     def read(params, weights, prompt, following):
-        text, where = prompt[None], (jnp.arange(len(prompt))[None], verifier.causal_mask(1, len(prompt)))
-        hidden_btd = verifier.forward(params, config, text, *where).hidden_btd
+        text, where = prompt[None], (jnp.arange(len(prompt))[None], decoder.causal_mask(1, len(prompt)))
+        hidden_btd = decoder.forward(params, config, text, *where).hidden_btd
         x_btd = mtp_drafter.layer_input(weights, params, drafter, following[None], hidden_btd)
-        out = verifier.through_layers(weights, drafter.layers, x_btd, *where)
-        return verifier.logits(params, config, out.hidden_btd)[0]
+        out = decoder.through_layers(weights, drafter.layers, x_btd, *where)
+        return decoder.logits(params, config, out.hidden_btd)[0]
 
     logits_tv = read(params, weights, expected["prompt1"], jnp.append(expected["prompt1"][1:], expected["mtp_first1"]))
     np.testing.assert_allclose(logits_tv[-8:], expected["mtp_logits1"], atol=ATOL)

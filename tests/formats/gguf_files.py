@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig, Rope
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
@@ -143,7 +143,7 @@ def digests(tokenizer: Tokenizer, strings: list[str]) -> list[str]:
 
 def save_hf(folder: Path, config: ModelConfig, dtype=jnp.float32) -> dict[str, np.ndarray]:
     """A folder of random weights, norms included; its tensors by name."""
-    model_files.save_verifier(folder, config, random_weights(verifier.specs(config)), dtype)
+    model_files.save_verifier(folder, config, random_weights(decoder.specs(config)), dtype)
     return load_file(folder / "model.safetensors")
 
 

@@ -20,7 +20,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.engine import loading
 from treeflash_jax.formats import model_files, storage
 from treeflash_jax.formats.quant_methods import fp8
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 SOURCE = FOLDERS["verifier"]
 BLOCKS = FP8 | {"weight_block_size": [24, 40]}  # which divide no size of the model
@@ -43,7 +43,7 @@ SOURCES = {
 
 
 def dense_of(weights, config):
-    return jax.tree.map(lambda spec, x: widened(x, spec), verifier.specs(config), weights, is_leaf=parameters.is_spec)
+    return jax.tree.map(lambda spec, x: widened(x, spec), decoder.specs(config), weights, is_leaf=parameters.is_spec)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -25,7 +25,7 @@ from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.formats import dialects, model_files, storage
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig, Rope
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -68,7 +68,7 @@ def drafter_params(config, dtype=jnp.float32):
 @pytest.fixture
 def pair(tmp_path) -> tuple[Path, Path]:
     """Folders of a verifier and the drafter that fits it."""
-    model_files.save_verifier(tmp_path / "verifier", MODEL, random_weights(verifier.specs(MODEL)), jnp.float32)
+    model_files.save_verifier(tmp_path / "verifier", MODEL, random_weights(decoder.specs(MODEL)), jnp.float32)
     model_files.save_drafter(tmp_path / "drafter", DRAFTER, drafter_params(DRAFTER), dtype=jnp.float32)
     return tmp_path / "verifier", tmp_path / "drafter"
 
@@ -77,7 +77,7 @@ def pair(tmp_path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("name", MODELS)
 def test_verifiers_are_read_back_in_the_dtype_on_disk(tmp_path, name, dtype):
     config = MODELS[name]
-    params = random_weights(verifier.specs(config))
+    params = random_weights(decoder.specs(config))
     model_files.save_verifier(tmp_path, config, params, dtype)
     assert ("unembed" in params) == (not config.tie_embeddings)
     assert_same(model_files.load_verifier(tmp_path, dtype=dtype), (config, jax.tree.map(lambda x: x.astype(dtype), params)))
@@ -217,7 +217,7 @@ def test_two_parts_read_like_one_file(pair):
 def test_loading_onto_a_mesh(pair):
     """Shards read their own slices; sizes the mesh does not divide (2 key/value heads over 4) are replicated."""
     mesh = tf.make_mesh(2, 4)
-    specs = [verifier.specs(MODEL), DRAFTER.specs()]
+    specs = [decoder.specs(MODEL), DRAFTER.specs()]
     plain = [model_files.load_verifier(pair[0])[1], *model_files.load_drafter(pair[1])[1:]]
     placed = [model_files.load_verifier(pair[0], mesh=mesh)[1], *model_files.load_drafter(pair[1], mesh=mesh)[1:]]
     assert_same(placed, plain)
@@ -237,7 +237,7 @@ def test_loading_onto_a_mesh(pair):
 
 def test_a_tied_file_may_repeat_its_table(tmp_path):
     config = MODELS["tied"]
-    model_files.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
+    model_files.save_verifier(tmp_path, config, random_weights(decoder.specs(config)), jnp.float32)
     change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].copy()})
     assert "unembed" not in model_files.load_verifier(tmp_path)[1]
     change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["lm_head.weight"] + 1})
@@ -247,7 +247,7 @@ def test_a_tied_file_may_repeat_its_table(tmp_path):
 def test_a_whole_file_comes_before_parts(tmp_path):
     """As in transformers: a folder that was saved again in one file keeps the parts of the first time."""
     config = MODELS["tied"]
-    model_files.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
+    model_files.save_verifier(tmp_path, config, random_weights(decoder.specs(config)), jnp.float32)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "part.safetensors"}}')
     assert "embed" in model_files.load_verifier(tmp_path)[1]
 
@@ -322,7 +322,7 @@ def test_mismatched_pairs_are_refused_before_any_weight_is_read(pair, part, chan
 
 
 def test_saving_refuses_weights_of_another_model(tmp_path):
-    params = random_weights(verifier.specs(replace(MODEL, intermediate_size=24)))
+    params = random_weights(decoder.specs(replace(MODEL, intermediate_size=24)))
     refused(lambda: model_files.save_verifier(tmp_path, MODEL, params), "mlp.down_proj.weight", "(8, 24)", "(8, 20)")
 
 

@@ -21,7 +21,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.models import attention as attention_module
-from treeflash_jax.models import caches, kernels, quantized, verifier
+from treeflash_jax.models import caches, decoder, kernels, quantized
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.backend import products
 from treeflash_jax.models.kv_cache import AXES, LayerKV
@@ -292,14 +292,14 @@ def test_what_a_kernel_does_not_take_runs_plainly_and_is_said(caplog):
 def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens, scheme):
     """Merged weights, a prefix of two lengths and a tree: hidden states, keys and values equal "xla"."""
     config = replace(RANDOM_MODEL, hidden_size=512, head_dim=64, qk_norm=qk_norm)
-    specs = verifier.specs(config)
+    specs = decoder.specs(config)
     params = random_weights(specs, scale=0.1, dtype=jnp.bfloat16)
     params = jax.tree.map(lambda spec, x: quantized.compress(x, spec, scheme), specs, params, is_leaf=is_spec)
-    verifier.merge(params, config)
-    forward = jax.jit(verifier.forward, static_argnames=("config", "attention"))
+    decoder.merge(params, config)
+    forward = jax.jit(decoder.forward, static_argnames=("config", "attention"))
     ids_bt = np.random.default_rng(1).integers(0, config.vocab_size, (2, 70 + tokens))
     at_bs = jnp.broadcast_to(jnp.arange(70), (2, 70))
-    prompt = forward(params, config, ids_bt[:, :70], at_bs, verifier.causal_mask(2, 70))
+    prompt = forward(params, config, ids_bt[:, :70], at_bs, decoder.causal_mask(2, 70))
     cache = caches.allocate(config, 2, 192, jnp.bfloat16, stacked=True, can_cut=True)
     cache = caches.commit(cache, prompt.new, jnp.asarray([70, 3]))
     mask_btt = mask_ancestors(PARENT[:2], T)[:, :tokens, :tokens]

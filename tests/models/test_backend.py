@@ -38,9 +38,9 @@ def exact(equation: str, *arrays) -> np.ndarray:
 @pytest.mark.parametrize("length", [1, 5])
 def test_products_are_rounded_once(backend_form, length, dtype, rounding):
     pairs = {equation: operands(equation, length, dtype) for equation in EQUATIONS}
-    results = jax.jit(lambda pairs: {equation: products.product(equation, *pair) for equation, pair in pairs.items()})(
-        pairs
-    )
+    results = jax.jit(
+        lambda pairs: {equation: products.dense_product(equation, *pair) for equation, pair in pairs.items()}
+    )(pairs)
     for equation, (x, weight) in pairs.items():
         got = results[equation]
         expected = exact(equation, x, weight)
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_einsum(backend_form):
         x, weight = operands(equation, length)
         wide = [np.asarray(a, np.float32) for a in (x, weight)]
         grad = draw(*np.einsum(equation, *wide).shape, seed=7, dtype=jnp.bfloat16)
-        got = jax.jit(lambda *args, e=equation: jax.vjp(partial(products.product, e), *args[:2])[1](args[2]))(
+        got = jax.jit(lambda *args, e=equation: jax.vjp(partial(products.dense_product, e), *args[:2])[1](args[2]))(
             x, weight, grad
         )
         left, right, out = re.split(",|->", equation)
@@ -68,10 +68,10 @@ def test_gradients_are_those_of_the_einsum(backend_form):
 @pytest.mark.parametrize("leading", [(3,), (2, 1)])
 def test_a_vocabulary_table_is_summed_over_its_last_axis(leading):
     hidden, table = draw(*leading, 16, dtype=jnp.bfloat16), draw(40, 16, dtype=jnp.bfloat16)
-    program = jax.jit(partial(products.product, "...d,vd->...v")).lower(hidden, table).compile()
+    program = jax.jit(partial(products.dense_product, "...d,vd->...v")).lower(hidden, table).compile()
     expected = exact("...d,vd->...v", hidden, table)
     np.testing.assert_allclose(np.asarray(program(hidden, table), np.float64), expected, rtol=2**-8, atol=1e-5)
-    wide = jax.jit(partial(products.product, "...d,vd->...v", dtype=jnp.dtype("float32")))(hidden, table)
+    wide = jax.jit(partial(products.dense_product, "...d,vd->...v", dtype=jnp.dtype("float32")))(hidden, table)
     assert wide.dtype == jnp.float32
     np.testing.assert_allclose(wide, expected, rtol=1e-5, atol=1e-5, err_msg="sums that are not rounded")
     assert not re.search(r"bf16\[16,40\]", program.as_text()), "the table must not be transposed"
@@ -88,9 +88,9 @@ def test_on_a_cpu_products_accumulate_in_float32_over_four_vectors_at_least(leng
     x, weight = operands("btd,dhe->bthe", length)
 
     def loss(x, weight):
-        return jnp.sum(products.product("btd,dhe->bthe", x, weight).astype(jnp.float32) ** 2)
+        return jnp.sum(products.dense_product("btd,dhe->bthe", x, weight).astype(jnp.float32) ** 2)
 
-    forward = jax.jit(partial(products.product, "btd,dhe->bthe")).lower(x, weight).compile().as_text()
+    forward = jax.jit(partial(products.dense_product, "btd,dhe->bthe")).lower(x, weight).compile().as_text()
     assert dots(forward) == [("f32", max(length, products.MIN_VECTORS))]
     backward = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight).compile().as_text()
     assert len(dots(backward)) == 3
@@ -105,7 +105,7 @@ def test_on_a_cpu_a_float32_weight_is_not_copied(length):
     for equation in ("btd,hed->bthe", "btd,fd->btf", "btf,df->btd"):
         x, weight = operands(equation, length, jnp.float32)
         inputs, outputs = x.shape[-1], weight.size // x.shape[-1]
-        text = jax.jit(partial(products.product, equation)).lower(x, weight).compile().as_text()
+        text = jax.jit(partial(products.dense_product, equation)).lower(x, weight).compile().as_text()
         assert not re.search(rf"f32\[{inputs},{outputs}\]", text), f"{equation}: a transposed copy"
         assert length == 1 or dots(text) == [("f32", outputs)], f"{equation}: not on the left"
 
@@ -120,7 +120,7 @@ def test_on_accelerators_products_are_einsums(platform):
         lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
         return sorted(re.findall(r"stablehlo\.(?:dot_general|convert|pad|transpose).*?: (\(.*)$", lowered, re.M))
 
-    got, expected = (text(partial(f, "btd,dhe->bthe")) for f in (products.product, jnp.einsum))
+    got, expected = (text(partial(f, "btd,dhe->bthe")) for f in (products.dense_product, jnp.einsum))
     assert got == expected and any("bf16" in line for line in got) and not any("f32" in line for line in got)
 
 
@@ -138,7 +138,7 @@ def test_a_tpu_multiplies_two_vectors_at_least(dtype, wide, sizes, batch, monkey
     for equation in (*EQUATIONS, "...d,vd->...v"):
         x, weight = operands(equation.replace("...", "b"), 1, jnp.dtype(dtype))
         x = jnp.tile(x, (batch,) + (1,) * (x.ndim - 1))
-        product = partial(products.product, equation, dtype=wide and jnp.dtype(wide))
+        product = partial(products.dense_product, equation, dtype=wide and jnp.dtype(wide))
         with sharding.ambient(sizes and make_mesh(*sizes)), monkeypatch.context() as patch:
             traced = jax.jit(product).trace(x, weight)
             lowered = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("tpu", "cuda")}
@@ -224,7 +224,7 @@ def count_factors(text: str) -> int:
 
 def test_products_of_other_dtypes_are_plain_einsums():
     x, weight = operands("btd,df->btf", dtype=jnp.float16)
-    np.testing.assert_array_equal(products.product("btd,df->btf", x, weight), jnp.einsum("btd,df->btf", x, weight))
+    np.testing.assert_array_equal(products.dense_product("btd,df->btf", x, weight), jnp.einsum("btd,df->btf", x, weight))
 
 
 @pytest.mark.parametrize("queries", [1, products.FEW_QUERIES + 1])

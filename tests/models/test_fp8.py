@@ -25,7 +25,7 @@ from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.settings import defaults
-from treeflash_jax.models import experts, kernels, layers, quantized, verifier
+from treeflash_jax.models import decoder, experts, kernels, layers, quantized
 from treeflash_jax.models.backend import block_products, block_scales, expert_products, expert_sums
 from treeflash_jax.models.quantized_weight import Quantized, is_quantized
 
@@ -80,7 +80,7 @@ def test_products_are_those_with_the_dense_weight(name, scheme, vectors):
 
 def in_kernel(x, values, scale):
     with kernels.use("mosaic-gpu"):
-        return block_products.product(x, Quantized(values, scale), jnp.float32)
+        return block_products.block_product(x, Quantized(values, scale), jnp.float32)
 
 
 @needs_mosaic
@@ -155,7 +155,7 @@ def test_every_form_multiplies_all_parts_of_a_group(platform, vectors, monkeypat
     np.testing.assert_allclose(got, np.einsum("bti,xoi->btxo", x, dense), atol=1e-10)
     by_expert = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), small)
     x_xni = np.repeat(x, 2, 0)
-    got = jax.jit(lambda x, small: expert_products.product(x, small))(x_xni, by_expert)
+    got = jax.jit(lambda x, small: expert_products.expert_product(x, small))(x_xni, by_expert)
     np.testing.assert_allclose(got, np.einsum("xni,xoi->xno", x_xni, dense), atol=1e-10)
 
 
@@ -174,7 +174,7 @@ def test_no_program_scales_a_whole_weight(name, dtype, vectors, converts):
     else:
         small = make_zeros((8, 640, 128), (8, 5, 128 if outputs else 1), dtype)
         x = jnp.ones((8, vectors, 640), jnp.bfloat16)
-        run = expert_products.product
+        run = expert_products.expert_product
     text = jax.jit(run).lower(x, small).as_text()
     made = re.findall(r"stablehlo\.(\w+) .*-> tensor<([\dx]+)x(?:bf16|f32)>", text)
     made += re.findall(r"stablehlo\.(\w+) .* : tensor<([\dx]+)x(?:bf16|f32)>$", text, re.MULTILINE)
@@ -185,7 +185,7 @@ def test_no_program_scales_a_whole_weight(name, dtype, vectors, converts):
 def test_tpus_multiply_experts_in_one_piece():
     """Compiled for a TPU v5e, parts of 128 experts of 768 x 2,048 write a copy of all of them, 403 MB."""
     x = jax.ShapeDtypeStruct((8, 300, 640), jnp.bfloat16)
-    traced = jax.jit(expert_products.product).trace(x, make_zeros((8, 640, 128), (8, 5, 1)))
+    traced = jax.jit(expert_products.expert_product).trace(x, make_zeros((8, 640, 128), (8, 5, 1)))
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
     assert [name for name, text in texts.items() if "stablehlo.while" in text] == ["cpu", "cuda"]
 
@@ -255,7 +255,7 @@ def test_a_mesh_multiplies_its_shards(vectors, scheme, block):
 def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, length, monkeypatch):
     """Of a layer, merged, and with fewer key/value heads than devices; `down` has offsets. No values travel."""
     on_platform(monkeypatch, "tpu")
-    mesh, specs, params = make_mesh(*sizes), verifier.specs(SMALL), random_weights(verifier.specs(SMALL))
+    mesh, specs, params = make_mesh(*sizes), decoder.specs(SMALL), random_weights(decoder.specs(SMALL))
     places = jax.tree.map(lambda spec: sharding.sharding(spec.axes, spec.shape, mesh), specs, is_leaf=parameters.is_spec)
     params = jax.tree.map(lambda x, place: jax.device_put(x.astype(jnp.float64), place), params, places)
     with sharding.ambient(mesh):
@@ -268,13 +268,13 @@ def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, leng
         widen = lambda x: block_scales.widen(x, jnp.float64) if isinstance(x, Quantized) else x  # noqa: E731
         dense = jax.tree.map(widen, jax.device_get(small), is_leaf=is_quantized)
         if is_merged:
-            verifier.merge(small, SMALL)
+            decoder.merge(small, SMALL)
     tokens = jnp.arange(sizes[0] * length).reshape(sizes[0], length)
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    mask = verifier.causal_mask(*tokens.shape)
-    expected = verifier.forward(dense, SMALL, tokens, positions, mask).hidden_btd
+    mask = decoder.causal_mask(*tokens.shape)
+    expected = decoder.forward(dense, SMALL, tokens, positions, mask).hidden_btd
     with sharding.ambient(mesh):
-        run = jax.jit(lambda weights: verifier.forward(weights, SMALL, tokens, positions, mask).hidden_btd)
+        run = jax.jit(lambda weights: decoder.forward(weights, SMALL, tokens, positions, mask).hidden_btd)
         np.testing.assert_allclose(run(small), expected, atol=1e-10)
         text = run.lower(small).compile().as_text()
     least = min(math.prod(spec.shape) for spec in specs["groups"][0][0].values() if spec.inputs) // sizes[1]
@@ -285,7 +285,7 @@ def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, leng
 @pytest.mark.parametrize("scheme", [slow_unless(False, "fp8"), "int4"])
 def test_drafted_answers_are_the_likeliest_tokens_of_the_dense_weights(scheme):
     config = replace(FEW_TOKENS, num_layers=1)
-    pair, specs = make_pair(config, NgramDrafter(), NgramDrafter().specs(), dtype=jnp.float64), verifier.specs(config)
+    pair, specs = make_pair(config, NgramDrafter(), NgramDrafter().specs(), dtype=jnp.float64), decoder.specs(config)
     pair.weights = pair.weights.replace(verifier=compress_all(specs, pair.weights.verifier, scheme))
     assert pair.quantize == scheme and pair.dtype == jnp.float64
     results = pair.generate(PROMPTS, nodes=8, builder="best-first", max_new_tokens=20)
@@ -298,15 +298,15 @@ def test_drafted_answers_are_the_likeliest_tokens_of_the_dense_weights(scheme):
 def test_maps_of_different_blocks_are_not_joined():
     """Blocks of 8 outputs and of 4; a head's queries and gates in one block, its keys in a smaller one."""
     config = with_recurrent_layers(replace(RANDOM_MODEL, num_layers=2))
-    specs = verifier.specs(config)
+    specs = decoder.specs(config)
     weights = compress_all(specs, random_weights(specs))
-    verifier.merge(weights, config)
+    decoder.merge(weights, config)
     delta, attention = weights["groups"][0][0], weights["groups"][1][0]
     assert {"delta_qkv", "delta_b", "gate_up"} <= delta.keys() and {"q", "k", "v", "gate_up"} <= attention.keys()
 
 
 def test_tables_routers_and_norms_stay_as_they_are():
-    specs = verifier.specs(EXPERTS, "fp8")
+    specs = decoder.specs(EXPERTS, "fp8")
     layer = specs["groups"][0][0]
     assert not isinstance(specs["embed"], Quantized) and not isinstance(layer["router"], Quantized)
     assert {name for name, x in layer.items() if isinstance(x, Quantized)} == {

@@ -18,7 +18,7 @@ from conftest import DATA, needs_8_devices
 
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import caches, kernels, verifier
+from treeflash_jax.models import caches, decoder, kernels
 from treeflash_jax.models.backend import block_scales
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.quantized_weight import Quantized
@@ -42,8 +42,8 @@ def load(name: str, dtype: Any = jnp.float32) -> tuple[ModelConfig, dict, dict]:
 
 @partial(jax.jit, static_argnames="config")
 def run_pass(params, config, tokens_bt, positions_bt, mask_btu, cache):
-    out = verifier.forward(params, config, tokens_bt, positions_bt, mask_btu, cache, taps=TAPS[config.num_layers])
-    return out, verifier.logits(params, config, out.hidden_btd)
+    out = decoder.forward(params, config, tokens_bt, positions_bt, mask_btu, cache, taps=TAPS[config.num_layers])
+    return out, decoder.logits(params, config, out.hidden_btd)
 
 
 commit = jax.jit(caches.commit)
@@ -118,7 +118,7 @@ def test_every_part_of_gemma_counts(monkeypatch, change):
     name, fields = CHANGES[change]
     config, params, expected = load(name)
     if change == "shared earlier":
-        monkeypatch.setattr(verifier, "find_sources", lambda config: (0, 1, 2, 3, 1, 2, 1, 2))
+        monkeypatch.setattr(decoder, "find_sources", lambda config: (0, 1, 2, 3, 1, 2, 1, 2))
     dropped = {"no scalars": "scalar", "no scales of experts": "expert_scale"}.get(change)
     params = jax.tree.map_with_path(lambda path, x: jnp.ones_like(x) if path[-1].key == dropped else x, params)
     if not dropped:
@@ -168,11 +168,11 @@ def test_a_cut_keeps_all_or_the_prompt_or_nothing(float64):
 def test_merged_weights_compute_the_same(float64, name):
     config, params, expected = load(name, jnp.float64)
     merged = jax.tree.map(lambda x: x, params)
-    verifier.merge(merged, config)
+    decoder.merge(merged, config)
     layer = merged["groups"][0][0]
     joined, part = ("qkv", "k") if name in GEMMAS else ("delta_in", "delta_z")
     assert joined in layer and part not in layer
-    specs = verifier.specs(config, is_merged=True)
+    specs = decoder.specs(config, is_merged=True)
     assert jax.tree.map(lambda x: x.shape, merged) == jax.tree.map(lambda x: x.shape, specs)
     want, _, _ = read_prompt(params, config, expected["prompt0"])
     got, _, _ = read_prompt(merged, config, expected["prompt0"])
@@ -191,7 +191,7 @@ def test_merged_weights_of_a_mesh_compute_the_same(float64, ways, scheme):
     _, parts = model_files.load_verifier(DATA / "hybrid" / "qwen3_5", dtype=jnp.float64, mesh=mesh, quantize=scheme)
     for is_merged in (False, True):
         if is_merged:
-            verifier.merge(parts, config, mesh)
+            decoder.merge(parts, config, mesh)
         with jax.set_mesh(mesh):
             got, *_ = read_prompt(parts, config, expected["prompt1"])
         np.testing.assert_allclose(got, want, atol=1e-9)
@@ -204,13 +204,13 @@ def test_the_kernel_for_tpus_is_a_choice():
     mask, depths, _ = tree_arrays(expected, 0)
     _, _, cache = read_prompt(params, config, expected["prompt0"])
     tree = expected["tree_tokens0"][None], 5 + depths[None], mask
-    run = jax.jit(partial(verifier.forward, config=config))
+    run = jax.jit(partial(decoder.forward, config=config))
     inputs = {"tokens_bt": tree[0], "positions_bt": tree[1], "mask_btu": mask, "cache": cache}
     assert "gated_delta_rule" not in run.lower(params, **inputs).as_text(debug_info=True)
     with kernels.use("pallas-tpu"):
         lowered = run.lower(params, **inputs)
     assert "gated_delta_rule" in lowered.as_text(debug_info=True)
-    logits = verifier.logits(params, config, lowered.compile()(params, **inputs).hidden_btd)
+    logits = decoder.logits(params, config, lowered.compile()(params, **inputs).hidden_btd)
     np.testing.assert_allclose(logits[0], expected["tree_logits0"], atol=ATOL)
 
 
@@ -227,7 +227,7 @@ def test_quantised_gemma(name, scheme):
     """Answers are those of the rounded numbers, and nearly those of the file. Blocks of FP8 span heads."""
     config, _, expected = load(name)
     rounded = model_files.load_verifier(DATA / "hybrid" / name, quantize=scheme)[1]
-    same = jax.tree.map(widened, verifier.specs(config), rounded, is_leaf=parameters.is_spec)
+    same = jax.tree.map(widened, decoder.specs(config), rounded, is_leaf=parameters.is_spec)
     want, got = (read_prompt(weights, config, expected["prompt0"])[0] for weights in (same, rounded))
     np.testing.assert_allclose(got, want, atol=ATOL)
     least = {"gemma4_moe": 0.97, "gemma4_edge": 0.98}[name]
@@ -243,7 +243,7 @@ def test_int8_rounds_the_maps_and_nothing_else():
         "attention_norm", "mlp_norm", "conv", "log_rate", "time_bias", "gated_norm", "q_norm", "k_norm",
     }  # fmt: skip
 
-    same = jax.tree.map(widened, verifier.specs(config), rounded, is_leaf=parameters.is_spec)
+    same = jax.tree.map(widened, decoder.specs(config), rounded, is_leaf=parameters.is_spec)
     want, _, _ = read_prompt(same, config, expected["prompt0"])
     got, _, _ = read_prompt(rounded, config, expected["prompt0"])
     np.testing.assert_allclose(got, want, atol=ATOL)

@@ -14,7 +14,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.settings import defaults
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import decoder, quantized
 
 EXPERTS = replace(RANDOM_MODEL, model_type="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
 KINDS = {
@@ -27,19 +27,19 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_give_the_same_hidden_states_keys_and_values(kind, float64):
     config, scheme = KINDS[kind]
-    specs = verifier.specs(config)
+    specs = decoder.specs(config)
     weights = random_weights(specs, dtype=jnp.float64)
     weights = jax.tree.map(lambda spec, x: quantized.compress(x, spec, scheme), specs, weights, is_leaf=parameters.is_spec)
     inputs = np.array([[3, 1, 4]]), np.array([[0, 1, 2]]), np.tri(3, dtype=bool)[None]
 
     @jax.jit
     def run(weights, *inputs):
-        out = verifier.forward(weights, config, *inputs)
+        out = decoder.forward(weights, config, *inputs)
         return out.hidden_btd, out.new
 
     separate = run(weights, *inputs)
-    verifier.merge(weights, config)
-    expected = parameters.abstract(verifier.specs(config, scheme, is_merged=True), jnp.float64)
+    decoder.merge(weights, config)
+    expected = parameters.abstract(decoder.specs(config, scheme, is_merged=True), jnp.float64)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), weights) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
     jax.tree.map(lambda got, x: np.testing.assert_allclose(got, x, atol=1e-12), run(weights, *inputs), separate)
 
@@ -63,6 +63,6 @@ def test_accelerators_merge_unless_a_mesh_divides_query_heads_alone():
     mesh = jax.sharding.AbstractMesh((1, 4), ("data", "model"))
     for kv_heads, is_merged in ((8, True), (2, False)):
         config = with_recurrent_layers(replace(RANDOM_MODEL, num_heads=8, num_kv_heads=kv_heads, num_layers=2))
-        (recurrent,), (attention,) = verifier.specs(config, is_merged=True, mesh=mesh)["groups"]
+        (recurrent,), (attention,) = decoder.specs(config, is_merged=True, mesh=mesh)["groups"]
         assert "delta_in" in recurrent and ("qkv" in attention) == is_merged
         assert [("gate_up" in layer) for layer in (recurrent, attention)] == [is_merged] * 2

@@ -26,7 +26,7 @@ from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import layers, quantized, verifier
+from treeflash_jax.models import decoder, layers, quantized
 from treeflash_jax.models.quantized import quantize_channels
 from treeflash_jax.models.quantized_weight import Quantized
 from treeflash_jax.models.vocab import embed, unembed
@@ -48,7 +48,7 @@ def int8() -> tf.TreeFlash:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["q", "o", "down", "table"])
 def test_values_and_scales_by_hand(name, dtype):
-    spec = LAYER.get(name) or verifier.specs(RANDOM_MODEL)["embed"]
+    spec = LAYER.get(name) or decoder.specs(RANDOM_MODEL)["embed"]
     weight = draw(*spec.shape, dtype=dtype)
     weight[(0,) * weight.ndim] *= 40  # a channel of its own scale
     weight[(..., 3) if name != "table" else 3] = 0
@@ -127,7 +127,7 @@ def test_loading_quantises_what_the_files_hold(dtype, sizes):
     config, wide = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh)
     _, small = model_files.load_verifier(FOLDERS["verifier"], dtype=dtype, mesh=mesh, quantize="int8")
     rounded = lambda spec, weight: quantise(weight, spec.inputs) if spec.inputs else weight  # noqa: E731
-    assert_same(small, jax.tree.map(rounded, verifier.specs(config), jax.device_get(wide), is_leaf=parameters.is_spec))
+    assert_same(small, jax.tree.map(rounded, decoder.specs(config), jax.device_get(wide), is_leaf=parameters.is_spec))
     assert small["embed"].dtype == dtype
     assert [quantized.quantization_scheme(weights) for weights in (small, wide)] == ["int8", None]
 
@@ -135,7 +135,7 @@ def test_loading_quantises_what_the_files_hold(dtype, sizes):
 @pytest.mark.parametrize("scheme, tables", [("int8", 1), ("int4", 0)])
 def test_loading_holds_one_wide_matrix_at_a_time(scheme, tables, monkeypatch):
     config = model_files.read_verifier_config(FOLDERS["verifier"])
-    matrices = {spec.shape for spec in jax.tree.leaves(verifier.specs(config), is_leaf=parameters.is_spec) if spec.inputs}
+    matrices = {spec.shape for spec in jax.tree.leaves(decoder.specs(config), is_leaf=parameters.is_spec) if spec.inputs}
     call, held = programs.call, []
 
     def wide() -> int:
@@ -181,7 +181,7 @@ def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
     for call in (
         lambda: tf.load(verifier="nobody/nothing", quantize="int2"),
         lambda: model_files.load_verifier("nowhere", quantize="int2"),
-        lambda: verifier.specs(RANDOM_MODEL, "int2"),
+        lambda: decoder.specs(RANDOM_MODEL, "int2"),
     ):
         refused(call, "got quantize 'int2', expected ", "'int8'")
     for command in ("generate", "chat", "check", "bench run --out x", "bench latency", "bench memory --shape tiny"):

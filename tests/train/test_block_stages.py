@@ -25,7 +25,7 @@ from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.engine.device_memory import count_bytes, device_bytes
 from treeflash_jax.formats import draft_vocabulary, model_files
-from treeflash_jax.models import packed_attention, quantized, verifier
+from treeflash_jax.models import decoder, packed_attention, quantized
 
 
 def run_stage(toy, run, *overrides):
@@ -191,7 +191,7 @@ def test_verifier_and_blocks_attend_as_the_device_does(toy, monkeypatch, kind, e
 
 def test_copied_layers_read_the_context_as_the_verifier_does(toy):
     """A single layer, the one after the tap, has the verifier's own keys and values."""
-    weights, batch = random_weights(verifier.specs(MODEL), 0), make_batch((17, 9, 14, 11, 12))
+    weights, batch = random_weights(decoder.specs(MODEL), 0), make_batch((17, 9, 14, 11, 12))
     toml = toy_training.write_stage(toy.parent, 'stage = "drafter"', without=("drafter",))
     stage = registry.read_stage(toml, ["num_layers=1", "mask_token_id=3", "target_layer_ids=[1, 0]", "initial_layers=[2]"])
     config = stage.drafter_config(MODEL, None)
@@ -200,7 +200,7 @@ def test_copied_layers_read_the_context_as_the_verifier_does(toy):
 
     @jax.jit
     def read(weights, made):
-        out = verifier.forward(weights, MODEL, batch.tokens_bt, batch.positions_bt, mask_btt, taps=config.taps)
+        out = decoder.forward(weights, MODEL, batch.tokens_bt, batch.positions_bt, mask_btt, taps=config.taps)
         return out, dflash.context_kv(made, config.layers, out.features_btj, batch.positions_bt)
 
     out, context = read(weights, made)
@@ -276,7 +276,7 @@ def test_a_backbone_and_its_head_learn_from_scratch_over_samples_of_the_vocabula
     assert made.head == "mlp" and np.any(weights["head"]["down"])
     exact = dataclasses.replace(settings, objective=dataclasses.replace(settings.objective, vocabulary=0))
     task, whole = (drafting.make_task(of, MODEL, made) for of in (settings, exact))
-    parts = weights, {"verifier": random_weights(verifier.specs(MODEL), 0)}, make_batch((20, 20))
+    parts = weights, {"verifier": random_weights(decoder.specs(MODEL), 0)}, make_batch((20, 20))
     keys = jax.random.split(jax.random.key(0), 2)
     held_out, all_tokens, some = (of(*parts, keys) for of in (task.held_out_sums, whole.sums, task.sums))
     jax.tree.map(np.testing.assert_array_equal, held_out, all_tokens)

@@ -21,7 +21,7 @@ from train.stages import drafting
 from train.stages.registry import read_stage
 from treeflash_jax.drafters import Eagle3Drafter, Inputs, MtpDrafter, mtp_drafter
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import Rope
 from treeflash_jax.models.packed_attention import MAX_BLOCKS
 
@@ -46,8 +46,8 @@ def drafted_along(weights, drafting, tokens_1s, *, model, drafter):
     """Log-probabilities of the tokens that can be drafted, [position, step, token], by extending and drafting at every
     position; and the verifier's logits. The labels have to be tokens that can be drafted."""
     size, steps = tokens_1s.shape[1], jnp.arange(STEPS)
-    out = verifier.forward(
-        weights, model, tokens_1s, jnp.arange(size)[None], verifier.causal_mask(1, size), taps=drafter.taps
+    out = decoder.forward(
+        weights, model, tokens_1s, jnp.arange(size)[None], decoder.causal_mask(1, size), taps=drafter.taps
     )
     padded_s = jnp.pad(tokens_1s[0], (0, STEPS + 2))
 
@@ -69,7 +69,7 @@ def drafted_along(weights, drafting, tokens_1s, *, model, drafter):
         return state, jax.lax.scan(level, expander.start(1), steps)[1]
 
     log_probs = jax.lax.scan(step, drafter.init(1, size, jnp.float64), jnp.arange(size - 2))[1]
-    return log_probs, verifier.logits(weights, model, out.hidden_btd)[0]
+    return log_probs, decoder.logits(weights, model, out.hidden_btd)[0]
 
 
 NETWORKS = {
@@ -85,7 +85,7 @@ def test_a_step_is_what_drafting_gives(kind):
     with jax.enable_x64(True):
         model, network = NETWORKS[kind]
         drafter = network.drafter
-        vocabulary, specs = drafter.draft_vocab_size or 12, (verifier.specs(model), drafter.specs())
+        vocabulary, specs = drafter.draft_vocab_size or 12, (decoder.specs(model), drafter.specs())
         weights, drafting = (random_weights(spec, seed, 0.5, jnp.float64) for seed, spec in enumerate(specs))
         packed = make_batch()
         if vocabulary < 12:  # what follows in the documents can be drafted: the rollout takes it

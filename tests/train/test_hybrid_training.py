@@ -25,7 +25,7 @@ from train.runtime.run_config import MeshConfig
 from train.stages import drafting, registry
 from train.stages.teacher import teach
 from treeflash_jax import TreeFlash
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 LENGTHS, SIZE = (50, 13, 1, 90, 2, 3, 20, 20, 150), 256  # they begin and end inside blocks of 64 positions
 STAGES = {  # settings of head.toml that they lack, and added ones; a drafter's also over gpt-oss and Gemma
@@ -53,7 +53,7 @@ def hybrid(tmp_path_factory) -> Path:
 )
 def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, model, attention):
     """Kernels for packed sequences have no sinks, so that other forms take their place."""
-    weights = random_weights(verifier.specs(model), dtype=jnp.float64)
+    weights = random_weights(decoder.specs(model), dtype=jnp.float64)
     batch, count = toy_training.make_batch(LENGTHS, SIZE), 0
     packed = jax.jit(partial(teach, config=model, taps=(0, 1), attention=attention))(weights, batch=batch)
     packed = jax.device_get(packed)

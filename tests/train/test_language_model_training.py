@@ -20,7 +20,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.drafters import LanguageModelDrafter, steering
 from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import decoder, quantized
 
 ROWS = packing.PackedBatch(
     tokens_bt=np.int32([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]),
@@ -42,7 +42,7 @@ def toml(toy):
 @pytest.fixture(scope="module")
 def case():
     """Weights of the verifier and of its first two layers, a padded batch and its key."""
-    weights = random_weights(verifier.specs(MODEL))
+    weights = random_weights(decoder.specs(MODEL))
     batch = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 22))), ROWS)
     return weights, weights | {"groups": [weights["groups"][0][:2]]}, batch, jax.random.split(jax.random.key(2), 1)
 
@@ -105,7 +105,7 @@ def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml, case)
 
 
 def test_layers_of_a_quantised_verifier_are_expanded(toml, case):
-    settings, specs = registry.read_stage(toml, []), verifier.specs(MODEL)
+    settings, specs = registry.read_stage(toml, []), decoder.specs(MODEL)
     compress = partial(quantized.compress, scheme="int4")
     kept = jax.tree.map(lambda spec, weight: compress(weight, spec), specs, case[0], is_leaf=parameters.is_spec)
     expected = quantized.expand(specs, kept)["groups"][0][:2]

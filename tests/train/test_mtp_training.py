@@ -21,7 +21,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.drafters import MtpDrafter
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import DeltaSizes, Rope
 
 MODEL = replace(
@@ -39,8 +39,8 @@ def toml(tmp_path):
     """A random verifier whose next token mostly depends on the last one, its random layer, and its own answers."""
     toy_training.write(tmp_path)
     key, folder = jax.random.key(0), tmp_path / "hybrid"
-    weights = parameters.initialize(verifier.specs(MODEL), key, scale=0.1)
-    weights |= parameters.initialize({"embed": verifier.specs(MODEL)["embed"]}, key, scale=1.0)
+    weights = parameters.initialize(decoder.specs(MODEL), key, scale=0.1)
+    weights |= parameters.initialize({"embed": decoder.specs(MODEL)["embed"]}, key, scale=1.0)
     model_files.save_verifier(folder, MODEL, weights, jnp.float32)
     layer = parameters.initialize(LAYER.specs(), jax.random.fold_in(key, 1), scale=0.1)
     model_files.save_drafter(tmp_path / "layer", LAYER, layer, dtype=jnp.float32)

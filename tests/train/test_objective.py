@@ -24,7 +24,7 @@ from treeflash_jax.drafters import Inputs
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.selector_head import SelectorHeadSizes
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.backend.indexing import pick
 
 MODEL = dataclasses.replace(toy_training.MODEL, num_layers=2)
@@ -40,7 +40,7 @@ sample_blocks = jax.jit(blocks.sample_blocks, static_argnums=(1, 2, 3))
 def case():
     """Random weights and two packed sequences of several documents, with their blocks."""
     frozen = {
-        "verifier": random_weights(verifier.specs(MODEL), 0),
+        "verifier": random_weights(decoder.specs(MODEL), 0),
         "backbone": random_weights(DRAFTER.specs()["backbone"], 1),
     }
     batch = make_batch((17, 9, 14, 11, 12))
@@ -61,8 +61,8 @@ def run_blocks(frozen, batch, chosen):
 @jax.jit
 def drafted(frozen, document_1t, start):
     """Hidden states of inference for a block that starts at `start` of a padded document."""
-    tables, mask = frozen["verifier"], verifier.causal_mask(1, 32)
-    out = verifier.forward(tables, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.taps)
+    tables, mask = frozen["verifier"], decoder.causal_mask(1, 32)
+    out = decoder.forward(tables, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.taps)
     state = DRAFTER.init(1, 32, jnp.float32)
     state = DRAFTER.extend(frozen, tables, state, out.features_btj, document_1t, start[None], attention="xla")
     inputs = Inputs(frozen, tables, state, document_1t[:, start], jnp.ones(1), 1, document_1t, start[None])

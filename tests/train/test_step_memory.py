@@ -16,7 +16,7 @@ from refusals import mistake
 from train import step_memory
 from treeflash_jax.bench import shapes
 from treeflash_jax.core import parameters
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 ROOT = str(Path(__file__).parents[2])
 HEAD = f"{ROOT}/configs/qwen3-4b/head.toml"
@@ -90,5 +90,5 @@ def test_errors_are_one_line(small_shape, capsys, words, message):
 
 def test_named_shapes_are_those_published():
     for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.19)):
-        leaves = jax.tree.leaves(verifier.specs(shapes.find_verifier(name)), is_leaf=parameters.is_spec)
+        leaves = jax.tree.leaves(decoder.specs(shapes.find_verifier(name)), is_leaf=parameters.is_spec)
         assert sum(math.prod(spec.shape) for spec in leaves) / 1e9 == pytest.approx(billions, rel=0.01)

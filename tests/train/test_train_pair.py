@@ -28,7 +28,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
 SMALL = [
@@ -52,7 +52,7 @@ def hybrid(tmp_path_factory) -> str:
     config = model_files.read_verifier_config(shipped)
     config = replace(toy_training.HYBRID, vocab_size=config.vocab_size, max_positions=config.max_positions, num_layers=4)
     config = replace(config, layer_types=("linear_attention", "full_attention") * 2)
-    model_files.save_verifier(folder, config, parameters.initialize(verifier.specs(config), jax.random.key(0), scale=0.3))
+    model_files.save_verifier(folder, config, parameters.initialize(decoder.specs(config), jax.random.key(0), scale=0.3))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(shipped / name, folder)
     return str(folder)

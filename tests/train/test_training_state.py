@@ -17,7 +17,7 @@ from train.runtime.flops import step_flops
 from train.runtime.run_config import OptimizerConfig
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 
 
 def make_batch(step):
@@ -154,9 +154,9 @@ LAYER = {name: ((2,), (0, 1)) for name in "qkv"} | {"o": ((1, 2), (0,))}
 LAYER |= {name: ((1,), (0,)) for name in ("gate", "up", "down")}
 UNTIED = dataclasses.replace(MODEL, qkv_bias=True, tie_embeddings=False)
 KINDS = {  # specs; the weights that Muon trains, with inputs and outputs; others that decay. The rest does neither.
-    "qwen2": (lambda: verifier.specs(UNTIED), LAYER, {"embed", "unembed"}),
+    "qwen2": (lambda: decoder.specs(UNTIED), LAYER, {"embed", "unembed"}),
     "experts": (
-        lambda: verifier.specs(dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, expert_size=8)),
+        lambda: decoder.specs(dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, expert_size=8)),
         {name: LAYER[name] for name in "qkvo"},
         {"embed", "router", "expert_gate", "expert_up", "expert_down"},
     ),

@@ -50,7 +50,7 @@ from treeflash_jax.engine.settings.pairs import HUB_IDS, locate
 from treeflash_jax.formats import draft_vocabulary, model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.quantized import NONE, SCHEMES
 
@@ -238,9 +238,9 @@ def make_task(
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}
     if weights is None:
-        frozen["verifier"] = verifier.specs(model, settings.scheme, mesh=mesh, wide_tables=True)
+        frozen["verifier"] = decoder.specs(model, settings.scheme, mesh=mesh, wide_tables=True)
     else:
-        frozen["verifier"] = quantized.specs_like(verifier.specs(model), weights)
+        frozen["verifier"] = quantized.specs_like(decoder.specs(model), weights)
     batch = abstract_batch(settings.loop.batch, settings.data.sequence_length)
     counted = replace(model, num_experts=model.experts_per_token)  # though accelerators compute all experts
     counted_sums = replace(settings, attention="chunked").make_sums(counted, drafter)
@@ -250,7 +250,7 @@ def make_task(
         sums=settings.make_sums(model, drafter),
         held_out_sums=settings.make_held_out_sums(model, drafter),
         compute_dtype=jnp.dtype(settings.compute_dtype),
-        flops=step_flops(counted_sums, trained, frozen | {"verifier": verifier.specs(counted)}, batch),
+        flops=step_flops(counted_sums, trained, frozen | {"verifier": decoder.specs(counted)}, batch),
     )
 
 

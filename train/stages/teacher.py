@@ -18,7 +18,7 @@ from train.data.packing import Corpus, PackedBatch, PackedDataset
 from train.runtime import hosts, watch
 from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.core.parameters import Params
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.packed_attention import PackedMask
 
@@ -50,7 +50,7 @@ def teach(
         return Teacher(outputs_bto[..., :-size], outputs_bto[..., -size:], config.logit_cap)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     with jax.named_scope("teach"):
-        out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
+        out = decoder.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
     return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd, config.logit_cap))
 
 

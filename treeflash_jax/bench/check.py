@@ -24,7 +24,7 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.plan import NO_DRAFTER_ADVICE
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig
 
 NEAR_TIE = 1e-4  # changes of the difference of two logits up to this count as rounding, or
@@ -237,6 +237,6 @@ def _draw(logits_bnv: jax.Array, sampling: Sampling, noise_bnv: jax.Array) -> ja
 @partial(jax.jit, static_argnames=("config", "dtype"))
 def _logits_at(weights: Params, tokens_1t: jax.Array, index: jax.Array, config: ModelConfig, dtype: DTypeLike) -> jax.Array:
     size = tokens_1t.shape[1]
-    mask_1tt = verifier.causal_mask(1, size)
-    out = verifier.forward(weights, config, tokens_1t, jnp.arange(size)[None], mask_1tt, residual_dtype=dtype)
-    return verifier.logits(weights, config, out.hidden_btd[:, index])[0]
+    mask_1tt = decoder.causal_mask(1, size)
+    out = decoder.forward(weights, config, tokens_1t, jnp.arange(size)[None], mask_1tt, residual_dtype=dtype)
+    return decoder.logits(weights, config, out.hidden_btd[:, index])[0]

@@ -42,7 +42,7 @@ from treeflash_jax.engine.settings.defaults import merges_weights
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.engine.settings.plan import resolve
-from treeflash_jax.models import verifier
+from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.quantized import NONE
 
@@ -167,7 +167,7 @@ def compile_programs(
         place = sharding.sharding(("batch",) + (None,) * (x.ndim - 1), x.shape, mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    specs = verifier.specs(plan.shared.verifier, quantize, merges_weights(sharding.device(mesh)), mesh)
+    specs = decoder.specs(plan.shared.verifier, quantize, merges_weights(sharding.device(mesh)), mesh)
     weights = Weights(parameters.abstract(specs, dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.shared.loaded_drafter.specs(), dtype, mesh))

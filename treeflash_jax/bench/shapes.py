@@ -32,7 +32,7 @@ from treeflash_jax.formats.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from treeflash_jax.formats.architectures.gpt_oss import GPT_OSS
 from treeflash_jax.formats.architectures.rope import attention_growth
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import DeltaSizes, ModelConfig, Rope
 from treeflash_jax.models.layer_kinds import KINDS
 from treeflash_jax.trees import BUILDERS
@@ -242,7 +242,7 @@ def random_pair(
     No matrix is zero, because zeros multiply faster than other numbers. Weights that are zero at the start of training are
     small here, so that trees fill up as with a trained head.
     """
-    specs = verifier.specs(model, is_merged=merges_weights(sharding.device(mesh)), mesh=mesh), drafter.specs()
+    specs = decoder.specs(model, is_merged=merges_weights(sharding.device(mesh)), mesh=mesh), drafter.specs()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None = None) -> jax.Array:

@@ -17,7 +17,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights
-from treeflash_jax.models import verifier, vocab
+from treeflash_jax.models import decoder, vocab
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
 
@@ -94,7 +94,7 @@ def emit_first_token(
       count_b: number of tokens to emit for each sequence, 1 or 0.
       given_b: first tokens if they are known; None: sampled from `last_bd`.
     """
-    logits_bnv = verifier.logits(weights.verifier, plan.verifier, last_bd[:, None])
+    logits_bnv = decoder.logits(weights.verifier, plan.verifier, last_bd[:, None])
     processed_bnv = logits_bnv
     if processors.is_needed(state.sampling, weights.processor):
         no_path_bni = jnp.zeros((count_b.size, 1, 0), jnp.int32)
@@ -173,7 +173,7 @@ def score_tokens(
     top = log_probs.top_bsk.shape[-1]
 
     def score(hidden_bxd: jax.Array, next_bx: jax.Array) -> LogProbs:
-        return _log_probs(verifier.logits(weights.verifier, config, hidden_bxd), next_bx, top)
+        return _log_probs(decoder.logits(weights.verifier, config, hidden_bxd), next_bx, top)
 
     new = vocab.by_chunks(score, config.vocab_size, hidden_btd, next_bt)
     at_bt = jnp.where(is_known_bt, positions_bt, log_probs.token_bs.shape[1])

@@ -27,7 +27,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, processors, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights, pin
 from treeflash_jax.drafters.protocol import State
-from treeflash_jax.models import caches, kernels, verifier
+from treeflash_jax.models import caches, decoder, kernels
 from treeflash_jax.models.backend.indexing import at_last, pick
 
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
@@ -137,7 +137,7 @@ def _run_chunks(
     reads_prompt = plan.loaded_drafter and plan.loaded_drafter.reads_prompt
     reads_tokens = plan.loaded_drafter and plan.loaded_drafter.reads_tokens
     last = jnp.zeros((batch, width), plan.residual_dtype or dtype), jnp.zeros((batch, width * len(plan.taps)), dtype)
-    mask_btt = verifier.causal_mask(batch, chunk)
+    mask_btt = decoder.causal_mask(batch, chunk)
 
     def step(carry):
         index, cache, drafter, last, scores = carry
@@ -146,7 +146,7 @@ def _run_chunks(
         tokens_bt, next_bt = (pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
         with kernels.use(plan.kernels):
-            out = verifier.forward(
+            out = decoder.forward(
                 weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
                 taps=plan.taps, attention=plan.prefill_attention, residual_dtype=plan.residual_dtype,
             )  # fmt: skip

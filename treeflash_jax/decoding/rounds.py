@@ -23,7 +23,7 @@ from treeflash_jax.decoding.automaton import ConstrainedExpander
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.decoding.tree_choice import choose_trees
 from treeflash_jax.drafters import Inputs
-from treeflash_jax.models import caches, kernels, verifier
+from treeflash_jax.models import caches, decoder, kernels
 from treeflash_jax.models.backend.indexing import pick
 
 Draft = tuple[trees.DraftTree, trees.Proposal | None]  # a tree, and the distribution of its nodes if they were drawn
@@ -139,11 +139,11 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
     with jax.named_scope("verify"), kernels.use(plan.shared.kernels):
         positions_bn = state.cache.length_b[:, None] + tree.depth_bn
         mask_bnn = trees.ancestor_mask(tree.parent_bn, plan.path_length - 1)
-        out = verifier.forward(
+        out = decoder.forward(
             weights.verifier, plan.shared.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
             taps=plan.shared.taps, attention=plan.attention, residual_dtype=plan.shared.residual_dtype,
         )  # fmt: skip
-        logits_bnv = verifier.logits(weights.verifier, plan.shared.verifier, out.hidden_btd)
+        logits_bnv = decoder.logits(weights.verifier, plan.shared.verifier, out.hidden_btd)
         return Verified(logits_bnv, out.features_btj, out.new)
 
 

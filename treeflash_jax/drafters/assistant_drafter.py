@@ -35,7 +35,7 @@ from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
 from treeflash_jax.drafters.protocol import Inputs, State, require_fit, require_sizes
-from treeflash_jax.models import layers, quantized, verifier, vocab
+from treeflash_jax.models import decoder, layers, quantized, vocab
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.caches import Cache
@@ -124,7 +124,7 @@ class AssistantDrafter(LaneDrafter):
     def specs(self) -> dict[str, Any]:
         """Returns the specs of the layers and their table, and of the projections and clusters."""
         d, j, vocab_size = self.layers.hidden_size, self.target_hidden_size, self.layers.vocab_size
-        tree = verifier.specs(self.layers) | {
+        tree = decoder.specs(self.layers) | {
             "pre_projection": Spec((d, 2 * j), ("embed", None), inputs=(1,), outputs=(0,)),
             "post_projection": Spec((j, d), (None, "embed"), inputs=(1,), outputs=(0,)),
         }
@@ -211,7 +211,7 @@ class AssistantStep:
             inputs[kind] = PassInputs(position_b1, mask_bw1, committed.length_b - 1, precomputed, self.attention)
         weights, no_inputs = list(chain(*params["groups"])), [None] * config.num_layers
         operands = weights, config, params["norm"], x_bwd, inputs, committed.before, committed.last, no_inputs
-        return verifier.run_layers(*operands)[0]
+        return decoder.run_layers(*operands)[0]
 
     def likeliest(self, params: Params, out_bwd: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the likeliest tokens and their log-probabilities, like `vocab.likeliest`."""

@@ -157,7 +157,7 @@ class LaneExpander(Expander):
 
 
 def scratch_specs(context: Cache) -> tuple[tuple[Spec, Spec], ...]:
-    """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `verifier.Output.new`."""
+    """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `decoder.Output.new`."""
 
     def specs(layer: LayerKV | None) -> tuple[Spec, Spec] | None:
         if layer is None:  # the layer reads another layer's keys and values
@@ -173,7 +173,7 @@ def extended(state: ContextState, new: tuple[Any, ...], hidden_b1d: jax.Array, c
     """Returns the state after the first `count_b` of the new positions.
 
     Args:
-      new: `verifier.Output.new` of the drafter's network.
+      new: `decoder.Output.new` of the drafter's network.
       hidden_b1d: hidden state at the last of these positions; not read if `count_b` is 0.
     """
     hidden_bd = hidden_b1d[:, 0]

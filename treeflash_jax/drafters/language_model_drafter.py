@@ -29,8 +29,7 @@ from treeflash_jax.drafters.protocol import (
     require_sizes,
 )
 from treeflash_jax.drafters.steering import SteeredState, Steering
-from treeflash_jax.models import verifier as model
-from treeflash_jax.models import vocab
+from treeflash_jax.models import decoder, vocab
 from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
@@ -77,7 +76,7 @@ class LanguageModelDrafter(LaneDrafter):
     def specs(self) -> dict[str, Any]:
         """Returns the specs of the model with its tables, of its steering, and of the list of tokens that it drafts."""
         steers = {} if self.steering is None else {"steering": steering.specs(self.steering, self.layers)}
-        return model.specs(self.layers) | steers | listed_specs(self.draft_vocab_size, self.layers.hidden_size)
+        return decoder.specs(self.layers) | steers | listed_specs(self.draft_vocab_size, self.layers.hidden_size)
 
     def init(self, batch: int, capacity: int, dtype: DTypeLike) -> ContextState:
         state = super().init(batch, capacity, dtype)
@@ -103,8 +102,8 @@ class LanguageModelDrafter(LaneDrafter):
             params = steering.steer(params, [jnp.where(is_last_bt1, x_b1f, old_b1f) for x_b1f, old_b1f in pairs])
             state = state.replace(shifts=tuple(jnp.where(has_last_b11, x_b1f, old_b1f) for x_b1f, old_b1f in pairs))
         positions_bt = state.context.length_b[:, None] + jnp.arange(length)
-        mask_btt = model.causal_mask(batch, length)
-        out = model.forward(params, self.layers, tokens_bt, positions_bt, mask_btt, state.context, attention=attention)
+        mask_btt = decoder.causal_mask(batch, length)
+        out = decoder.forward(params, self.layers, tokens_bt, positions_bt, mask_btt, state.context, attention=attention)
         return extended(state, out.new, at_last(out.hidden_btd, count_b), count_b)
 
     def draft(self, inputs: Inputs) -> Expander:
@@ -122,7 +121,7 @@ class ModelStep:
 
     def __call__(self, shared: tuple[Params, ContextState, jax.Array], level: Level) -> LaneState:
         params, state, _ = shared
-        out = model.forward(
+        out = decoder.forward(
             params, self.drafter.layers, level.token_bw, level.position_bw, level.seen_bwx, state.context,
             earlier=level.earlier, attention=self.attention,
         )  # fmt: skip

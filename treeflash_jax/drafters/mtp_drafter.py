@@ -25,7 +25,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs, require_sizes
-from treeflash_jax.models import layers, quantized, verifier, vocab
+from treeflash_jax.models import decoder, layers, quantized, vocab
 from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import Expander
@@ -68,7 +68,7 @@ class MtpDrafter(LaneDrafter):
 
     def specs(self) -> dict[str, Any]:
         """Returns the specs of a one-layer model without tables, and of the layer's input."""
-        width, model = self.layers.hidden_size, verifier.specs(self.layers)
+        width, model = self.layers.hidden_size, decoder.specs(self.layers)
         norm = layers.norm_spec(self.layers, width)
         fc = Spec((2 * width, width), ("embed", None), inputs=(0,), outputs=(1,), can_quantize=False)
         tree = {"fc": fc, "embed_norm": norm, "hidden_norm": norm, "groups": model["groups"], "norm": model["norm"]}
@@ -81,11 +81,9 @@ class MtpDrafter(LaneDrafter):
         batch, length = tokens_bt.shape
         hidden_btd = layers.norm(self.layers, features_btj, verifier_params["norm"])
         positions_bt = state.context.length_b[:, None] + jnp.arange(length)
-        mask_btt = verifier.causal_mask(batch, length)
+        mask_btt = decoder.causal_mask(batch, length)
         x_btd = layer_input(params, verifier_params, self, tokens_bt, hidden_btd)
-        out = verifier.through_layers(
-            params, self.layers, x_btd, positions_bt, mask_btt, state.context, attention=attention
-        )
+        out = decoder.through_layers(params, self.layers, x_btd, positions_bt, mask_btt, state.context, attention=attention)
         return extended(state, out.new, at_last(out.hidden_btd, count_b), count_b)
 
     def draft(self, inputs: Inputs) -> Expander:
@@ -122,7 +120,7 @@ class MtpStep:
 
     def __call__(self, shared: Any, level: Level) -> LaneState:
         (params, tables, context, _), drafter = shared, self.drafter
-        out = verifier.through_layers(
+        out = decoder.through_layers(
             params, drafter.layers, layer_input(params, tables, drafter, level.token_bw, level.carry),
             level.position_bw, level.seen_bwx, context, earlier=level.earlier, attention=self.attention,
         )  # fmt: skip

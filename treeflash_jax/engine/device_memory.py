@@ -18,9 +18,8 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.dtypes import bits
 from treeflash_jax.drafters import Drafter
-from treeflash_jax.models import caches
+from treeflash_jax.models import caches, decoder
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.verifier import specs as verifier_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,7 @@ def footprint(
         state = jax.eval_shape(lambda: drafter.init(batch, capacity, dtype))
         drafter_cache = _state_bytes(state, mesh)
     if weight_bytes is None:
-        specs = verifier_specs(verifier, quantize, mesh=mesh), {} if drafter is None else drafter.specs()
+        specs = decoder.specs(verifier, quantize, mesh=mesh), {} if drafter is None else drafter.specs()
         weight_bytes = tuple(count_bytes(tree, dtype, mesh) for tree in specs)
     return Footprint(
         verifier=weight_bytes[0],

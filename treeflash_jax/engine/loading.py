@@ -32,8 +32,8 @@ from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, kept_weights, model_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.decoder import merge
 from treeflash_jax.models.quantized import NONE
-from treeflash_jax.models.verifier import merge
 
 
 @clipping

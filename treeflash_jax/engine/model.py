@@ -50,7 +50,7 @@ class TreeFlash:
     Attributes:
       verifier: config of the verifier.
       weights: weights of verifier and drafter; training replaces them before every evaluation. On accelerators, `load`
-        joins some of the verifier's matrices (`verifier.merge`).
+        joins some of the verifier's matrices (`decoder.merge`).
       drafter: the drafter; None decodes one token at a time.
       tokenizer: tokenizer of the verifier; None takes and returns token ids only.
       mesh: mesh of the weights; None for one device.

@@ -27,7 +27,7 @@ from treeflash_jax.formats import (
 )
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import ModelConfig
 
 ASSISTANT = "assistant"  # name of a drafter's folder inside a verifier's folder
@@ -66,7 +66,7 @@ def load_verifier(
     """
     quantized.check_scheme(quantize)
     dialect, config = _find(path, "verifier")
-    specs = verifier.specs(config, wide_tables=wide_tables)
+    specs = decoder.specs(config, wide_tables=wide_tables)
     return config, _load(path, dialect, config, specs, dtype, mesh, quantize)
 
 
@@ -101,7 +101,7 @@ def find_specs(
     """
     dialect, config = _find(path, part)
     with dialect.opened(Path(path), config) as tensors:
-        specs = verifier.specs(config) if part == "verifier" else config.specs()
+        specs = decoder.specs(config) if part == "verifier" else config.specs()
         if not kept_weights.can_keep(quantize, kept_weights.find_scheme(tensors)):
             return quantized.specs(specs, quantize, mesh)
         entries = dialect.entries(config, specs, tensors.keys())
@@ -132,7 +132,7 @@ def check_copies(drafter: str | Path, source: str | Path) -> None:
     if not dialect.copies(config) or gguf_reader.is_gguf(source):
         return
     with tensor_files.open_folder(Path(drafter)) as copies, other.opened(Path(source), verifier_config) as tensors:
-        entries = other.entries(verifier_config, verifier.specs(verifier_config), tensors.keys())
+        entries = other.entries(verifier_config, decoder.specs(verifier_config), tensors.keys())
         for copy, name in dialect.copies(config).items():
             original = entries.get(name, entries["embed"]).name  # a file with tied tables has only one
             if copy in copies and not storage.are_equal(copies[copy], tensors[original]):
@@ -161,7 +161,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: Params, dtype
     scheme = quantized.quantization_scheme(params)
     if scheme:
         raise ValueError(f"got weights in {scheme}, expected those of the files: load with quantize='none' to save them")
-    dialects.DIALECTS["huggingface"].save(Path(folder), config, verifier.specs(config), params, dtype)
+    dialects.DIALECTS["huggingface"].save(Path(folder), config, decoder.specs(config), params, dtype)
 
 
 def save_drafter(

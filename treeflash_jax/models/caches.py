@@ -87,7 +87,7 @@ def commit(cache: Cache, new: tuple[Any, ...], count_b: jax.Array, path_bp: jax.
     capacity`.
 
     Args:
-      new: `verifier.Output.new`.
+      new: `decoder.Output.new`.
       count_b: number of positions to keep per sequence. Inside a loop, it must depend on the pass that reads the cache
         (`count_after`). Stores wait for the count. If XLA could run a store before a read, it would copy the cache.
       path_bp: indices of new positions in order of position; None: all of them.

@@ -233,12 +233,12 @@ def _compress(weight: jax.Array, spec: Spec, scheme: str) -> Quantized:
 
 
 def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: DTypeLike | None = None) -> jax.Array:
-    """Returns an einsum of activations with a weight whose output axes come last; see `products.product`.
+    """Returns an einsum of activations with a weight whose output axes come last; see `products.dense_product`.
 
     If a weight has blocks, its last axis must be the axis to sum over.
     """
     if not isinstance(weight, Quantized):
-        return products.product(equation, x, weight, dtype)
+        return products.dense_product(equation, x, weight, dtype)
     # The barrier ties values to x. Otherwise XLA converts the values of all layers before a decoding loop and keeps them
     # wide.
     x, weight = lax.optimization_barrier((x, weight))
@@ -246,9 +246,11 @@ def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: D
     if weight.block is not None:
         if weight.order is not None:
             x, weight = jnp.take(x, weight.order, axis=-1), weight.replace(order=None)
-        return block_products.product(x, weight, dtype)
+        return block_products.block_product(x, weight, dtype)
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # sums of x with values up to 127 or 448 overflow float16
-    return (products.product(equation, x, weight.values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(dtype)
+    return (products.dense_product(equation, x, weight.values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(
+        dtype
+    )
 
 
 def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:

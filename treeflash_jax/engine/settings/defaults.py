@@ -202,7 +202,7 @@ def choose_residual_dtype(device: Device, dtype: DTypeLike) -> jnp.dtype | None:
 
 
 def merges_weights(device: Device) -> bool:
-    """Returns whether matrices of the verifier that read the same input are stored as one array (`verifier.merge`).
+    """Returns whether matrices of the verifier that read the same input are stored as one array (`decoder.merge`).
 
     Rounds are then faster on GPUs: notebooks/results/latency_h200.md#launches.
     """

@@ -26,7 +26,7 @@ from treeflash_jax.models.backend import block_scales, group_products, products
 from treeflash_jax.models.quantized_weight import Quantized
 
 
-def product(x: jax.Array, weight: Quantized, dtype: DTypeLike) -> jax.Array:
+def block_product(x: jax.Array, weight: Quantized, dtype: DTypeLike) -> jax.Array:
     """Returns activations times a weight, [vectors..., outputs...].
 
     Args:

@@ -18,7 +18,7 @@ from treeflash_jax.models.quantized_weight import Quantized
 MOST_VECTORS_SUMMED = 32  # up to this number of vectors, TPUs scale the sums over groups
 
 
-def product(x_xni: jax.Array, weight: Quantized) -> jax.Array:
+def expert_product(x_xni: jax.Array, weight: Quantized) -> jax.Array:
     """Returns the vectors of each expert times its matrix, [x, n, f], in float32 at least.
 
     This scales the sums over blocks of inputs, because a batch over blocks of outputs would need another layout of the

@@ -177,7 +177,7 @@ def _gated(products: list[jax.Array], biases: list[jax.Array], gate: Gate) -> ja
 def _product(equation: str, x: jax.Array, weight: jax.Array | Quantized, narrow: bool = True) -> jax.Array:
     """Computes an einsum in float32 at least; `narrow` rounds it to the dtype of x. Scales have the weight's outer axes."""
     if _has_blocks(weight):
-        y = expert_products.product(x, weight)
+        y = expert_products.expert_product(x, weight)
         return y.astype(x.dtype) if narrow else y
     values, scale = _parts(weight)
     wide = at_least_float32(x.dtype)

@@ -115,7 +115,7 @@ def _scale_weight_in_parts(x_ni: jax.Array, weight: Quantized) -> jax.Array:
     def multiply(index: jax.Array) -> jax.Array:
         part = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis + 1, keepdims=False), split)
         wide = block_scales.widen(part, x_ni.dtype)
-        return products.product("ni,...i->n...", x_ni, wide, at_least_float32(x_ni.dtype))
+        return products.dense_product("ni,...i->n...", x_ni, wide, at_least_float32(x_ni.dtype))
 
     y = lax.map(multiply, jnp.arange(parts))  # [parts, n, outputs...]
     return jnp.moveaxis(y, 0, axis + 2).reshape(-1, *outputs)

@@ -35,7 +35,7 @@ MOST_PARTS = 6  # most parts into which sequences are split: trees within a v6e'
 FEW_QUERIES = 8  # per key/value head: for up to these, a CPU multiplies with keys on the left, and a TPU adds their weights
 
 
-def product(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+def dense_product(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns an einsum of activations with a weight.
 
     Args:

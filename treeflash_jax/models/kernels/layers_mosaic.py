@@ -1,6 +1,6 @@
 """Decoder layers whose norms, rotation, attention and residual additions run in Pallas kernels for Hopper GPUs (Mosaic).
 
-They are another form of the layers in `verifier.forward`, with about half as many launches. A kernel that adds to the
+They are another form of the layers in `decoder.forward`, with about half as many launches. A kernel that adds to the
 residual stream also norms the sum for the next part, so each layer takes and returns both. The kernels were compiled for an
 H200.
 
@@ -56,7 +56,7 @@ def run(
     earlier: None,
     inputs_lbtp: Any,
 ) -> tuple[jax.Array, list[jax.Array], list[Any]]:
-    """Runs all layers, like `verifier.run_layers`."""
+    """Runs all layers, like `decoder.run_layers`."""
     eps, [shared] = config.rms_norm_eps, inputs.values()
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls

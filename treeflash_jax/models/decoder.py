@@ -1,5 +1,5 @@
-"""A language model of the Qwen, Gemma, gpt-oss or Llama families, as a pure forward pass: the verifier, and drafters made
-of such layers.
+"""Forward pass of a decoder: a language model of the Qwen, Gemma, gpt-oss or Llama families. Verifiers are decoders, and
+drafters consist of such layers.
 
 One function serves prefill chunks, single tokens, chains and trees, which differ only in positions and mask. It knows no
 kind of layer (`layer_kinds`). Logits are computed by a separate call, only for positions that need them (`vocab.unembed`).
