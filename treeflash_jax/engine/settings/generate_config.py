@@ -239,18 +239,11 @@ class GenerateConfig:
         unit="folder",
     )
     skeleton: float = tree_setting(
-        TreeShape.skeleton,
-        "share of the nodes of a skeleton tree that best-first search chooses",
-        least=0,
-        most=1,
-        unit="share",
+        TreeShape.skeleton, "share of a skeleton tree's nodes that best-first search chooses", least=0, most=1, unit="share"
     )
     leaves: bool = tree_setting(TreeShape.leaves, "let sampled trees contain tokens that the drafter cannot continue")
     drafter_temperature: float | None = tree_setting(
-        None,
-        "temperature of the draft",
-        unset="the larger of the drafter's own temperature and min(sampling temperature, 1)",
-        above=0,
+        None, "temperature of the draft", unset="the larger of the drafter's own and min(sampling temperature, 1)", above=0
     )
     lanes: int | None = nodes_setting(
         None,

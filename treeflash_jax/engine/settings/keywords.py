@@ -175,11 +175,11 @@ class GenerateSettings(TypedDict, total=False):
       selector: folder of a tree selector (`python -m train.selector`), a small
         network that chooses the trunk of a delayed tree, its branches and their
         length, for every answer and round (default: none).
-      skeleton: share of the nodes of a skeleton tree that best-first search
-        chooses (default: 0.25).
+      skeleton: share of a skeleton tree's nodes that best-first search chooses
+        (default: 0.25).
       leaves: let sampled trees contain tokens that the drafter cannot continue.
       drafter_temperature: temperature of the draft (default: the larger of the
-        drafter's own temperature and min(sampling temperature, 1)).
+        drafter's own and min(sampling temperature, 1)).
       lanes: nodes per level that a best-first tree may expand; as many as
         children give EAGLE-2's tree (default: all if the drafter drafts all
         levels in one pass; otherwise the drafter's, but 2 in trees of up to 8
