@@ -90,6 +90,15 @@ def test_only_openings_of_docstrings_are_followed_by_deeper_lines():
                     assert opens or not is_deeper, f"{path}: {line}"
 
 
+def test_no_form_is_for_a_release_of_jax_that_is_no_longer_supported():
+    """Comments name the release for whose compiler a form was chosen: when the minimum rises, it is to be tried again."""
+    minimum = tuple(map(int, re.search(r'"jax>=(\d+)\.(\d+)', (PACKAGE.parent / "pyproject.toml").read_text()).groups()))
+    named = {path: re.findall(r"\bjax(?:lib)? (\d+)\.(\d+)", path.read_text(), re.I) for path in (*FILES, *TRAIN_FILES)}
+    assert sum(map(len, named.values())) > 5
+    old = [path for path, releases in named.items() if any(tuple(map(int, release)) < minimum for release in releases)]
+    assert old == [], "try these forms against plain ones (CONTRIBUTING, A new release of JAX)"
+
+
 def test_importing_the_library_is_quick_and_light():
     """It takes less CPU time than the import of JAX before it, in one of three fresh interpreters."""
     script = (
