@@ -22,7 +22,7 @@ class SampleAndMatch(Rule):
     distributions = ("deterministic", "one path", "paths", "delayed", "without-replacement", "skeleton")
     needs = "a tree that does not depend on the verifier's noise"
 
-    def weights(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
+    def reach_probabilities(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
         """Returns the verifier's probability of each node's path, [b, n]; 1 for the root, 0 in padding."""
         log_p_bnn = target.gather(
             jnp.broadcast_to(tree.tokens_bn[:, None], (*tree.tokens_bn.shape, tree.tokens_bn.shape[1]))
