@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from treeflash_jax.core.checks import WrongValue, clipped, warn
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
-from treeflash_jax.serve.model_calls import model_prompts, model_settings
+from treeflash_jax.serve.model_form import model_prompts, model_settings
 from treeflash_jax.serve.protocols.exchange import Exchange, Served
 from treeflash_jax.serve.threads import Compiler, Threads
 from treeflash_jax.serve.worker import Submission, Worker
