@@ -85,8 +85,8 @@ class CallReader:
     def check_model(self, name: str | None) -> None:
         """Raises HTTPException if this is not a name of the model."""
         if name not in (None, *self.names, self.worker.model.names[0]):
-            known = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
-            raise HTTPException(404, {"message": known, "param": "model", "code": "model_not_found"})
+            message = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
+            raise HTTPException(404, {"message": message, "param": "model", "code": "model_not_found"})
 
     def _note_ignored(self, kind: type[Exchange], body: Any) -> None:
         """Logs the ignored fields of a body, each of them once."""
