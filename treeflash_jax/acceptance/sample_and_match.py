@@ -5,6 +5,8 @@ distribution for every tree that does not depend on the noise. For deterministic
 Samples at equal positions use the same noise in all trees, so the output equals one-token decoding with that noise.
 At temperature 0, this is greedy matching.
 
+Shape suffixes: b batch, n tree nodes, p places of an accepted path (depths + root), v vocabulary.
+
 Source: TreeFlash (arXiv 2606.03819) and DDTree (arXiv 2604.12989), verification; SpecInfer (arXiv 2305.09781), naive
 sampling.
 """

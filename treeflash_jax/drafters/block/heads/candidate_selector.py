@@ -5,6 +5,8 @@
 Only the `top_k` likeliest tokens of a depth are candidates. In trees, their total mass is what they have in the marginal. z
 is the slot's hidden state after the final norm. With B = 0, the head equals the marginal head.
 
+Shape suffixes: b batch, m contexts (slot, previous token), d model, v vocabulary, k likeliest tokens.
+
 Source: DFlash2, as in NeMo AutoModel and vLLM's speculators.
 """
 
