@@ -90,6 +90,14 @@ def test_only_openings_of_docstrings_are_followed_by_deeper_lines():
                     assert opens or not is_deeper, f"{path}: {line}"
 
 
+def test_modules_with_shape_suffixes_list_them():
+    """Finds suffixes of b, the batch, and one to three consonants: no English word has this form."""
+    for path in (*FILES, *TRAIN_FILES):
+        text = path.read_text(encoding="utf-8")
+        names = set(re.findall(r"\w+_b[b-df-hj-np-tv-xz]{1,3}\b", text))
+        assert len(names) < 3 or "\nShape suffixes: " in text, path
+
+
 def test_no_form_is_for_a_release_of_jax_that_is_no_longer_supported():
     """Comments name the release for whose compiler a form was chosen: when the minimum rises, it is to be tried again."""
     minimum = tuple(map(int, re.search(r'"jax>=(\d+)\.(\d+)', (PACKAGE.parent / "pyproject.toml").read_text()).groups()))

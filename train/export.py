@@ -20,12 +20,12 @@ import jax.numpy as jnp
 
 import treeflash_jax as tf
 from train.data import packing
-from train.evaluate import assemble, held_out_prompts
 from train.runtime import picture, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.frozen_inputs import FrozenInputs
 from train.runtime.run_config import LoopConfig
 from train.stages.drafting import DraftingStage, read_drafter_config, read_inputs, read_stored, read_verifier
+from train.stages.evaluation import assemble, held_out_prompts
 from train.stages.registry import read_stage
 from treeflash_jax.core import files, parameters, sharding, terminal
 from treeflash_jax.core.checks import clipped, read_json

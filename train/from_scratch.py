@@ -4,6 +4,8 @@
 
 Writes a Hugging Face folder with the tokenizer, RUN/model, which all other stages can read as their verifier. On several
 hosts, the tokenizer must already exist.
+
+Shape suffixes: b sequences, t tokens of a sequence, d model.
 """
 
 from collections.abc import Iterator, Sequence

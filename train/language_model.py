@@ -6,6 +6,9 @@
 The loss compares the small model's next-token distribution with the verifier's, over the verifier's answers. Writes a
 folder with the small model, RUN/model.
 
+Shape suffixes: b sequences, t tokens of a sequence, j tapped layers x verifier width, d model, f feed-forward width of the
+small model, v vocabulary.
+
 Source: Osprey (arXiv 2609.09338) for a start from the verifier's first layers; SD squared (arXiv 2511.09844), section 4,
 for steering.
 """

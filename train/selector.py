@@ -125,7 +125,7 @@ def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int)
         drawn = state.replace(sampling=state.sampling.replace(key_b=key_b))
         tree, proposal = rounds.build_tree(weights.replace(selector=always(config, numbers[0])), drawn, expander, plan)
         target = accepting.make_target(rounds.verify_tree(weights, state, tree, plan).logits_bnv, state.sampling)
-        return jnp.sum(acceptance.RULES[plan.rule].weights(tree, proposal, target), axis=1)
+        return jnp.sum(acceptance.RULES[plan.rule].reach_probabilities(tree, proposal, target), axis=1)
 
     count = len(config.trees)
     length_xb = jax.lax.map(expected_length, jnp.indices((count, draws)).reshape(2, -1).T)

@@ -233,7 +233,7 @@ EVERY = sample_and_match, rejection, recursive, naive_tree, k_sequential, block,
 RULES = {rule.__name__.replace("_", "-"): rule for rule in EVERY}
 
 
-def weights(rule: Callable, tree: Tree, p: Distribution) -> dict[Prefix, float]:
+def reach_probabilities(rule: Callable, tree: Tree, p: Distribution) -> dict[Prefix, float]:
     """P(the accepted path passes each node)."""
     passed = dict.fromkeys(tree.nodes, 0.0)
     for run, (last, _) in outcomes(lambda run: rule(tree, p, run)):

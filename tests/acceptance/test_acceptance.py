@@ -1,4 +1,4 @@
-"""Acceptance rules: exact losslessness by enumeration, the controls that must fail, weights, identities, numerics.
+"""Acceptance rules: exact losslessness by enumeration, the controls that must fail, reach, identities, numerics.
 
 The oracle (acceptance_oracle.py) is proven first; the library then runs its own builders and walks on every draft and every
 side of every coin (acceptance_cases.py).
@@ -187,15 +187,15 @@ def forest(*names: str):
 
 
 @partial(jax.jit, static_argnames="rule")
-def make_weights(rule: str, drawn, proposal, logits):
-    return RULES[rule].weights(drawn, proposal, cases.target_distribution(logits))
+def find_reach(rule: str, drawn, proposal, logits):
+    return RULES[rule].reach_probabilities(drawn, proposal, cases.target_distribution(logits))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_weights_of_large_trees_are_the_oracles(rule):
+def test_reach_probabilities_of_large_trees_are_the_oracles(rule):
     drawn, proposal, logits = forest(*LARGE)
-    got_bn = np.asarray(make_weights(rule, drawn, proposal, logits))
+    got_bn = np.asarray(find_reach(rule, drawn, proposal, logits))
     p_bnv = np.asarray(jax.nn.softmax(np.asarray(logits, np.float64), axis=-1), np.float64)
     p_bnv /= p_bnv.sum(-1, keepdims=True)
     checked = 0
@@ -205,7 +205,7 @@ def test_weights_of_large_trees_are_the_oracles(rule):
         for b in (2 * i, 2 * i + 1):
             prefixes, seen, _ = cases.read(drawn, proposal, b, VOCABULARY)
             p = {prefix: p_bnv[b, node] for node, prefix in enumerate(prefixes)}
-            expected = oracle.weights(oracle.RULES[rule], seen, p.__getitem__)
+            expected = oracle.reach_probabilities(oracle.RULES[rule], seen, p.__getitem__)
             np.testing.assert_allclose(got_bn[b, : len(prefixes)], [expected[prefix] for prefix in prefixes], atol=1e-5)
             assert not got_bn[b, len(prefixes) :].any()
             checked += len(prefixes)
@@ -215,14 +215,14 @@ def test_weights_of_large_trees_are_the_oracles(rule):
 def test_rules_that_are_equal_on_one_path_or_on_fixed_nodes():
     """One-hot proposals: no rule accepts more or less than the verifier's mass on each node."""
     grown = forest("one path", "fixed")
-    weights = {rule: np.asarray(make_weights(rule, *grown)) for rule in RULES}
+    reach = {rule: np.asarray(find_reach(rule, *grown)) for rule in RULES}
     for rules in (("block", "traversal", "multi-path-block"), ("rejection", "recursive", "naive-tree", "k-sequential")):
         for rule in rules[1:]:
-            np.testing.assert_allclose(weights[rule][:2], weights[rules[0]][:2], atol=2e-6)
-    assert (weights["block"][:2].sum(1) != weights["rejection"][:2].sum(1)).all()
+            np.testing.assert_allclose(reach[rule][:2], reach[rules[0]][:2], atol=2e-6)
+    assert (reach["block"][:2].sum(1) != reach["rejection"][:2].sum(1)).all()
     assert (grown[1].kind_bx[-2:] == DETERMINISTIC).all()
     for rule in ("recursive", "naive-tree", "traversal"):
-        np.testing.assert_allclose(weights[rule][-2:], weights["sample-and-match"][-2:], atol=2e-6)
+        np.testing.assert_allclose(reach[rule][-2:], reach["sample-and-match"][-2:], atol=2e-6)
 
 
 # One level or two over one shared node, for identities and numerics.
@@ -259,23 +259,23 @@ def taken_by(rule: str, drawn, proposal, logits, coins, gumbel, temperature, top
     target = cases.target_distribution(logits, temperature, top_p)
     noise = acceptance.Noise(jnp.zeros((*gumbel.shape[:1], 3, gumbel.shape[1])), coins, gumbel)
     taken = RULES[rule].accept(drawn, proposal, target, noise)
-    return RULES[rule].weights(drawn, proposal, target), taken.length_b, taken.bonus_b
+    return RULES[rule].reach_probabilities(drawn, proposal, target), taken.length_b, taken.bonus_b
 
 
 # Of several paths multi-path-block takes the one p favours most; where p = q that order is arbitrary.
 @pytest.mark.parametrize(("name", "rule"), [pair for pair in SMALL_LOSSLESS if pair != ("paths", "multi-path-block")])
 def test_equal_distributions_accept_everything(name, rule):
     inputs = small(name, P, np.log(P))
-    weights_bn, length_b, _ = map(np.asarray, taken_by(rule, *inputs, 1.0, 1.0))
+    reach_bn, length_b, _ = map(np.asarray, taken_by(rule, *inputs, 1.0, 1.0))
     depth_bn = np.asarray(inputs[0].depth_bn)
-    np.testing.assert_allclose(np.sum(weights_bn * (depth_bn == 1), axis=1), 1.0, atol=1e-6)
+    np.testing.assert_allclose(np.sum(reach_bn * (depth_bn == 1), axis=1), 1.0, atol=1e-6)
     # A sampled child and, where it is rejected, the deterministic one: skeleton trees end below the latter.
     assert np.all(length_b == depth_bn.max(1) + 1 if name != "skeleton" else length_b >= 2)
 
 
 @pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
 def test_peaked_nodes_exhausted_proposals_and_cut_tokens(name, rule):
-    """Weights are probabilities, and no coin makes the walk accept or emit a token that the verifier gives no chance."""
+    """Reaching is a probability, and no coin makes the walk accept or emit a token that the verifier gives no chance."""
     peaked = np.array([1 - 1e-7, 2e-8, 2e-8, 3e-8, 3e-8])
     certain = np.array([1.0, 0, 0, 0, 0])
     few, disjoint = np.array([0.7, 0.3, 0, 0, 0]), np.array([0, 0, 0.5, 0.3, 0.2])  # fewer tokens than siblings
@@ -284,28 +284,28 @@ def test_peaked_nodes_exhausted_proposals_and_cut_tokens(name, rule):
         pairs = [(q, np.log(p), top_p) for q in (peaked, certain, few, P) for p in verifiers for top_p in (1.0, 0.7)]
     for q, logits, top_p in pairs:
         drawn, *others = small(name, q, logits)
-        weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, drawn, *others, 1.0, top_p))
-        assert np.isfinite(weights_bn).all() and weights_bn.min() >= 0 and weights_bn.max() <= 1 + 1e-5
+        reach_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, drawn, *others, 1.0, top_p))
+        assert np.isfinite(reach_bn).all() and reach_bn.min() >= 0 and reach_bn.max() <= 1 + 1e-5
         order = np.argsort(-logits, kind="stable")
         likeliest = oracle.normalised(np.exp(logits[order]))
         possible = order[(np.cumsum(likeliest) - likeliest < top_p) & (likeliest > 0)]
         assert np.isin(bonus_b, possible).all()
         impossible = ~np.isin(drawn.tokens_bn, possible) & np.asarray(drawn.valid_bn)
-        assert not weights_bn[:, 1:][impossible[:, 1:]].any()
+        assert not reach_bn[:, 1:][impossible[:, 1:]].any()
         if (length_b > 1).any():  # an accepted first token has a chance
             first = np.asarray(drawn.depth_bn) == 1
-            assert (weights_bn * first).sum(1)[length_b > 1].min() > 0
+            assert (reach_bn * first).sum(1)[length_b > 1].min() > 0
 
 
 @pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
 def test_greedy_keeps_the_likeliest_path_and_emits_the_argmax(name, rule):
     inputs = small(name, np.array([0.4, 0.3, 0.2, 0.1, 0]), np.log(P))
-    weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, *inputs, 0.0, 1.0))
+    reach_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, *inputs, 0.0, 1.0))
     assert (bonus_b == 0).all()
     tree = jax.tree.map(np.asarray, inputs[0])
     is_other_bnu = trees.ancestor_mask(tree.parent_bn, 2) & (tree.tokens_bn != 0)[:, None]  # the root has token 0
     best_bn = tree.valid_bn & ~np.any(is_other_bnu, axis=-1)
-    np.testing.assert_allclose(weights_bn, best_bn, atol=1e-6)
+    np.testing.assert_allclose(reach_bn, best_bn, atol=1e-6)
     np.testing.assert_array_equal(length_b, best_bn.sum(1))
 
 
@@ -322,7 +322,7 @@ def test_later_siblings_of_a_confident_drafter(rule, spare):
         ones_bx * WITHOUT_REPLACEMENT, depths=1,
     )  # fmt: skip
     logits = jnp.broadcast_to(jnp.log(jnp.array([0.3, 0.5, 0.2])), (2, 3, 3))
-    np.testing.assert_allclose(make_weights(rule, drawn, proposal, logits), [[1, 0.3, 2 / 3], [1, 0.3, 0.7]], atol=1e-5)
+    np.testing.assert_allclose(find_reach(rule, drawn, proposal, logits), [[1, 0.3, 2 / 3], [1, 0.3, 0.7]], atol=1e-5)
 
 
 @jax.jit

@@ -18,7 +18,7 @@ from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL
 from treeflash_jax import TreeFlash
 from treeflash_jax.drafters import Eagle3Drafter, LanguageModelDrafter, MtpDrafter, NgramDrafter
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
-from treeflash_jax.drafters.block.heads.selector_head import SelectorHeadSizes
+from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.models.config import ModelConfig
@@ -50,7 +50,7 @@ ACCEPTED = {
     "selector": replace(
         FEW,
         head="selector",
-        head_sizes=SelectorHeadSizes(8),
+        head_sizes=CandidateSelectorSizes(8),
         conv_group=2,
         causal_layers=(0,),
         sliding_layers=(0,),

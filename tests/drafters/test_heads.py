@@ -16,9 +16,9 @@ from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import BlockDrafter
 from treeflash_jax.drafters.block.heads import HEADS, Block, Unembed
+from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.path_head import PathHead
-from treeflash_jax.drafters.block.heads.selector_head import SelectorHeadSizes
 from treeflash_jax.engine.settings.plan import resolve
 
 BATCH, V, D, DEPTHS = 3, 60, RANDOM_MODEL.hidden_size, RANDOM_DRAFTER.num_depths  # no other size is 60
@@ -70,7 +70,7 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, is
     """With all tokens, or all of a draft vocabulary, as candidates and children, and as a shortlist."""
     unembed, hidden_bid, anchor_b = block
     params, size = make_weights(name), V if ids_z is None else ids_z.size
-    sizes = {"head_sizes": SelectorHeadSizes(V)} if name == "selector" else {}
+    sizes = {"head_sizes": CandidateSelectorSizes(V)} if name == "selector" else {}
     table = run(name, block, sized(size, size, size if is_listed else 0, **sizes), ids_z)
     _, depths, contexts, _ = table.tokens_bimc.shape
     before_bim = np.zeros((BATCH, depths, contexts), np.int32)

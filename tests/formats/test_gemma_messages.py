@@ -8,7 +8,7 @@ import pytest
 from treeflash_jax.constraints.compilation import compile_constraint
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.gemma import Gemma
-from treeflash_jax.formats.messages.message_format import Call, Content, Demands, Function, Thought
+from treeflash_jax.formats.messages.message_format import Content, Demands, Function, FunctionCall, Thought
 
 TOKENIZER = gemma_tokenizer.make()
 PROMPT = "<|turn>user\nHi<turn|>\n<|turn>model\n"
@@ -30,15 +30,15 @@ def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = (),
     parts = []
     for first in range(0, max(1, len(ids)), size):
         for part in reader.feed(ids[first : first + size], "", is_last=first + size >= len(ids)):
-            if parts and type(parts[-1]) is type(part) and not isinstance(part, Call):
+            if parts and type(parts[-1]) is type(part) and not isinstance(part, FunctionCall):
                 part = type(part)(parts.pop().text + part.text)
             parts.append(part)
-    assert sum(isinstance(part, Call) for part in parts) == reader.num_calls
+    assert sum(isinstance(part, FunctionCall) for part in parts) == reader.num_function_calls
     return parts
 
 
-def call(arguments: dict, name: str = "add") -> Call:
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+def call(arguments: dict, name: str = "add") -> FunctionCall:
+    return FunctionCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -8,7 +8,7 @@ import pytest
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.harmony import Harmony
-from treeflash_jax.formats.messages.message_format import Call, Content, Function, Thought
+from treeflash_jax.formats.messages.message_format import Content, Function, FunctionCall, Thought
 
 TOKENIZER = harmony_tokenizer.make()
 PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
@@ -33,10 +33,10 @@ def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = ())
     parts = []
     for number, piece in enumerate(pieces):
         for part in reader.feed(piece, "", is_last=number == len(pieces) - 1):
-            if parts and type(parts[-1]) is type(part) and not isinstance(part, Call):
+            if parts and type(parts[-1]) is type(part) and not isinstance(part, FunctionCall):
                 part = type(part)(parts.pop().text + part.text)
             parts.append(part)
-    assert sum(isinstance(part, Call) for part in parts) == reader.num_calls
+    assert sum(isinstance(part, FunctionCall) for part in parts) == reader.num_function_calls
     return parts
 
 
@@ -44,13 +44,14 @@ def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = ())
 @pytest.mark.parametrize("text, expected", [
     (ANALYSIS + NEXT + FINAL + "<|return|>", [Thought("Hm, <final>é."), Content("Yes")]),
     (FINAL, [Content("Yes")]),
-    (ANALYSIS + NEXT + CALL, [Thought("Hm, <final>é."), Call("add", '{"x": 1}')]),
-    (BEFORE, [Call("add", "{}")]),
-    (ANALYSIS + NEXT + PREAMBLE + NEXT + CALL, [Thought("Hm, <final>é."), Content("I add."), Call("add", '{"x": 1}')]),
+    (ANALYSIS + NEXT + CALL, [Thought("Hm, <final>é."), FunctionCall("add", '{"x": 1}')]),
+    (BEFORE, [FunctionCall("add", "{}")]),
+    (ANALYSIS + NEXT + PREAMBLE + NEXT + CALL,
+     [Thought("Hm, <final>é."), Content("I add."), FunctionCall("add", '{"x": 1}')]),
     (BROWSER + NEXT + FINAL, [Thought("cats"), Content("Yes")]),
     (CALL[:-len('1}<|call|>')], [Content('{"x": ')]),
-    (CALL.replace('{"x": 1}', '{"x'), [Call("add", json.dumps('{"x'))]),
-    (CALL.replace('{"x": 1}', ""), [Call("add", "{}")]),
+    (CALL.replace('{"x": 1}', '{"x'), [FunctionCall("add", json.dumps('{"x'))]),
+    (CALL.replace('{"x": 1}', ""), [FunctionCall("add", "{}")]),
     (ANALYSIS + NEXT, [Thought("Hm, <final>é.")]),
     ("<|channel|>analysis<|message|>Hm", [Thought("Hm")]),
     ("<|channel|>final", []), ("", []),

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
+from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
-from treeflash_jax.drafters.block.heads.selector_head import SelectorHeadSizes
 from treeflash_jax.formats import dialects, model_files
 from treeflash_jax.formats.keys import Keys
 
@@ -58,7 +58,7 @@ def test_keys_of_published_files():
     selector = {"selector_rank": 256, "selector_top_k": 16, "conv_group_size": 16, "conv_kernel_size": 2, "block_size": 8}
     sliding = {"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048, "is_causal": False}
     config = parse("drafter", layers | sliding | {"dflash_config": taps | selector})
-    assert (config.head, config.head_rank, config.head_sizes) == ("selector", 256, SelectorHeadSizes(16))
+    assert (config.head, config.head_rank, config.head_sizes) == ("selector", 256, CandidateSelectorSizes(16))
     assert (config.num_depths, config.conv_group, config.causal_layers) == (7, 16, ())
     assert (config.sliding_layers, config.window, config.shared_window) == ((0, 1, 2, 3, 4), 2048, False)
     specforge = {"projector_type": "dspark", "attention_mode": "gqa", "markov_rank": 256, "markov_head_type": "vanilla"}
@@ -220,7 +220,9 @@ def test_a_low_rank_head_is_written_as_dspark(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("head", "sizes"), [
-    ("gru", GruSizes(12, 0)), ("selector", SelectorHeadSizes(9)), ("lilicorr", LiLiCorrSizes(width=8, logit_scale=2.5)),
+    ("gru", GruSizes(12, 0)),
+    ("selector", CandidateSelectorSizes(9)),
+    ("lilicorr", LiLiCorrSizes(width=8, logit_scale=2.5)),
 ])  # fmt: skip
 def test_sizes_of_heads_are_kept_in_our_own_files(head, sizes, tmp_path):
     drafter = replace(RANDOM_DRAFTER, head=head, head_sizes=sizes, head_rank=8)

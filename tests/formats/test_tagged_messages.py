@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from treeflash_jax.formats.messages.message_format import Call, Content, Function, Thought
+from treeflash_jax.formats.messages.message_format import Content, Function, FunctionCall, Thought
 from treeflash_jax.formats.messages.tagged_messages import TagReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "ü"}}\n</tool_call>'
@@ -36,8 +36,8 @@ def parse(text: str, size: int, **how) -> tuple[str, str, list]:
     if len(pieces) > 1:
         pieces.append("")
     parts = [part for piece in pieces[:-1] for part in reader.feed([], piece)] + reader.feed([], pieces[-1], is_last=True)
-    calls = [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Call)]
-    assert len(calls) == reader.num_calls
+    calls = [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, FunctionCall)]
+    assert len(calls) == reader.num_function_calls
     content, thoughts = ("".join(part.text for part in parts if isinstance(part, kind)) for kind in (Content, Thought))
     return content, thoughts, calls
 

@@ -10,7 +10,7 @@ from message_blocks import ADD, EVENT, FORM, IMAGE, PATH, SCHEMA, TEXT, gather, 
 from refusals import refused
 from servers import CHAT
 
-from treeflash_jax.formats.messages.message_format import Call, Content, Thought
+from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Thought
 from treeflash_jax.serve.call import Delta, Tools, Usage
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.messages import CountBody, MessagesBody, MessagesExchange
@@ -126,8 +126,8 @@ def stream(answer: MessagesExchange, *deltas: Delta, usage: Usage) -> list[dict]
     return [event.data for event in events]
 
 
-PARTS = [Thought("Let me"), Thought(" see."), Content("So"), Content(": "), Call("add", '{"x": 1}', "a"),
-         Call("add", "[2]", "b"), Content("Done")]  # fmt: skip
+PARTS = [Thought("Let me"), Thought(" see."), Content("So"), Content(": "), FunctionCall("add", '{"x": 1}', "a"),
+         FunctionCall("add", "[2]", "b"), Content("Done")]  # fmt: skip
 
 
 @pytest.mark.parametrize("groups", [[PARTS], [[part] for part in PARTS], [PARTS[:3], [], PARTS[3:]]])

@@ -15,7 +15,7 @@ from response_events import ADD, EVENTS, FUNCTION, replayed, without_ids
 import treeflash_jax as tf
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.answer_text import AnswerText
-from treeflash_jax.formats.messages.message_format import Call, Content, Part, Thought
+from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
 from treeflash_jax.serve.protocols import response_items
@@ -190,7 +190,7 @@ def in_pieces(parts: list[Part], draw: random.Random) -> list[list[Part]]:
     """Cuts the texts of parts, and the list of all pieces, at random places."""
     pieces: list[Part] = []
     for part in parts:
-        if isinstance(part, Call):
+        if isinstance(part, FunctionCall):
             pieces.append(part)
             continue
         cuts = sorted(draw.sample(range(1, len(part.text)), draw.randrange(min(3, len(part.text)))))
@@ -207,9 +207,12 @@ def test_streams_have_the_items_of_whole_answers():
     statuses = set()
     for seed in range(150):
         draw = random.Random(seed)
-        kinds = [draw.choice([Thought, Content, Call]) for _ in range(draw.randrange(5))]
-        parts = [Call("add", '{"a": 1}') if kind is Call else kind("word " * draw.randint(1, 3)) for kind in kinds]
-        finished = draw.choice(["length", "calls" if Call in kinds else "stop"])
+        kinds = [draw.choice([Thought, Content, FunctionCall]) for _ in range(draw.randrange(5))]
+        parts = [
+            FunctionCall("add", '{"a": 1}') if kind is FunctionCall else kind("word " * draw.randint(1, 3))
+            for kind in kinds
+        ]
+        finished = draw.choice(["length", "calls" if FunctionCall in kinds else "stop"])
         usage = Usage(3, 4, 2)
         whole = exchange_of(include=["reasoning.encrypted_content"]).whole([Delta(0, parts, finished=finished)], usage)
         exchange = exchange_of(include=["reasoning.encrypted_content"], stream=True)
@@ -227,7 +230,7 @@ def test_streams_have_the_items_of_whole_answers():
         Response.model_validate(whole, strict=True)
         assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 2 and whole["usage"]["total_tokens"] == 7
         assert whole["status"] == ("incomplete" if finished == "length" else "completed")
-        assert [part.id for part in parts if isinstance(part, Call)] == [
+        assert [part.id for part in parts if isinstance(part, FunctionCall)] == [
             item["call_id"] for item in whole["output"] if item["type"] == "function_call"]  # fmt: skip
         encoded = [item.get("encrypted_content") for item in whole["output"] if item["type"] == "reasoning"]
         texts = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "reasoning"]

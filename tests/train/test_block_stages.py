@@ -15,10 +15,10 @@ from quantized_files import make_folders
 from refusals import refused
 from toy_training import MODEL, WITH_HEAD, make_batch
 
-from train import drafter, evaluate, head
+from train import drafter, head
 from train.data import packing
 from train.runtime import hosts, training_state, watch
-from train.stages import drafting, registry
+from train.stages import drafting, evaluation, registry
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.block import backbone as dflash
@@ -245,16 +245,16 @@ def test_the_most_frequent_tokens_of_answers_are_listed_beside_the_drafter(toy, 
 
 
 def test_answers_that_end_at_their_first_token_have_no_tau(monkeypatch):
-    settings = SimpleNamespace(evaluate=evaluate.EvaluateConfig(nodes=(4,)), systems={"tau": {}})
+    settings = SimpleNamespace(evaluate=evaluation.EvaluateConfig(nodes=(4,)), systems={"tau": {}})
     results = iter([[], [2, 3]])
     pair = SimpleNamespace(
         drafter=SimpleNamespace(settings={}, specs=dict),
         weights=SimpleNamespace(verifier={}),
         generate_each=lambda prompts, **how: [(0, SimpleNamespace(accept_lengths=next(results)))],
     )
-    monkeypatch.setattr(evaluate, "held_out_prompts", lambda corpus, count: [[1, 2]])
+    monkeypatch.setattr(evaluation, "held_out_prompts", lambda corpus, count: [[1, 2]])
     task = SimpleNamespace(specs={}, compute_dtype=np.float32)
-    measure = evaluate.make_tau_measure(settings, task, pair, None, {})
+    measure = evaluation.make_tau_measure(settings, task, pair, None, {})
     assert [measure({}, lambda words: None) for _ in range(2)] == [{}, {"held_out/tau_4": 2.5}]
 
 

@@ -23,7 +23,7 @@ from train.stages.teacher import teach
 from treeflash_jax.drafters import Inputs
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.drafters.block.heads.selector_head import SelectorHeadSizes
+from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
 from treeflash_jax.models import decoder
 from treeflash_jax.models.backend.indexing import pick
 
@@ -231,7 +231,7 @@ def test_an_annealed_loss_without_progress_is_that_of_the_head(case):
 def test_a_selector_is_trained_to_choose_among_its_candidates(case):
     """Cross-entropy over the likeliest tokens of the marginal; nothing where the next token is not one of them."""
     frozen, batch, keys, chosen = case
-    drafter_ = dataclasses.replace(DRAFTER, head="selector", head_sizes=SelectorHeadSizes(top_k=6))
+    drafter_ = dataclasses.replace(DRAFTER, head="selector", head_sizes=CandidateSelectorSizes(top_k=6))
     params = {"head": random_weights(HEADS["selector"].specs(drafter_), 5)}
     settings = dataclasses.replace(OBJECTIVE, loss="cross-entropy")
 

@@ -122,7 +122,7 @@ def test_command_lines_end_with_one_line(capsys, monkeypatch, words, message):
 
 def test_help_of_a_command(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train/head.py"])
-    run_config.run_command(head.main, head.HeadStage, "doc\n", ["--help"])
+    run_config.run_command(head.main, head.HeadStage, "doc\n\nShape suffixes: b batch.\n", ["--help"])
     shown = capsys.readouterr().out
     assert shown.startswith("usage: python -m train.head [FILE.toml] [name=value ...]\n\ndoc\n\nsettings:\n")
     assert "(one of adamw, muon; default: adamw)" in shown

@@ -20,8 +20,8 @@ from train import from_scratch
 from train.data import packing, records
 from train.data.documents import chat_documents, text_documents
 from train.data.packing import Corpus, DataConfig, Document, Source, load_corpus
-from train.evaluate import held_out_prompts
 from train.runtime import run_config, watch
+from train.stages.evaluation import held_out_prompts
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer

@@ -45,8 +45,8 @@ def test_the_expected_lengths_of_all_draws_are_what_enumeration_gives(float64, c
     tree, proposal = world.build(case, world.noise(case, drafts))
     prefixes = [cases.read(tree, proposal, b, 3)[0] for b in range(len(drafts))]
     logits = jnp.asarray(np.stack([cases.node_logits(p, prefix, case.nodes) for prefix in prefixes]))
-    weights_bn = acceptance.RULES["recursive"].weights(tree, proposal, cases.target_distribution(logits))
-    label = sum(chance * float(total) for (chance, _), total in zip(drafts, weights_bn.sum(1), strict=True))
+    reach_bn = acceptance.RULES["recursive"].reach_probabilities(tree, proposal, cases.target_distribution(logits))
+    label = sum(chance * float(total) for (chance, _), total in zip(drafts, reach_bn.sum(1), strict=True))
     assert abs(label - expected) < 1e-12
 
 

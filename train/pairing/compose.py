@@ -19,7 +19,6 @@ from train.data.documents import DataConfig
 from train.data.packing import Corpus
 from train.data.records import Record, Source, read_records
 from train.drafter import DrafterStage
-from train.evaluate import EvaluateConfig
 from train.export import ExportConfig
 from train.measure import MeasureConfig
 from train.pairing.training_defaults import ACCELERATOR, CPU, TrainingDefaults
@@ -27,6 +26,7 @@ from train.respond import RespondConfig, encode_question
 from train.runtime import run_config
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages import choices
+from train.stages.evaluation import EvaluateConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import warn

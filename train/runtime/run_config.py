@@ -84,14 +84,17 @@ class LoopConfig:
 def run_command(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
     """Runs `main(settings)` with the settings that a command line gives, `[FILE.toml] [key=value ...]`, and exits.
 
-    Compiled programs are cached on disk. Bad input ends the process with one line on stderr. --help shows `doc`.
+    Compiled programs are cached on disk. Bad input ends the process with one line on stderr. --help shows `doc`, except for
+    its list of shape suffixes.
     """
     command = f"train.{Path(sys.argv[0]).stem}"
     words = sys.argv[1:] if argv is None else argv
 
     def parse_and_run() -> None:
         if {"-h", "--help"} & {*words}:
-            print(f"usage: python -m {command} [FILE.toml] [name=value ...]\n\n{doc}\nsettings:\n{describe(cls)}")
+            paragraphs = [text for text in (doc or "").strip().split("\n\n") if not text.startswith("Shape suffixes:")]
+            usage = f"usage: python -m {command} [FILE.toml] [name=value ...]"
+            print("\n\n".join([usage, *paragraphs, f"settings:\n{describe(cls)}"]))
             return
         try:
             settings = parse(cls, words)

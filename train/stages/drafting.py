@@ -30,13 +30,13 @@ from train.data import answers, packing
 from train.data.documents import DataConfig
 from train.data.packing import Corpus
 from train.data.records import Source
-from train.evaluate import EvaluateConfig, assemble, make_tau_measure
 from train.runtime import frozen_inputs, hosts, loop, picture, run_config, watch
 from train.runtime.checkpoint import check_inputs
 from train.runtime.flops import step_flops
 from train.runtime.frozen_inputs import FrozenInputs
 from train.runtime.training_state import SumsFunction, TrainTask, abstract_batch, place
 from train.stages import choices
+from train.stages.evaluation import EvaluateConfig, assemble, make_tau_measure
 from train.stages.teacher import record
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.checks import expect

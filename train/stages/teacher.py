@@ -2,6 +2,8 @@
 
 Recorded outputs take 2 x (tapped layers + 1) x hidden size bytes per token in bfloat16. This pays if the verifier's pass is
 a large part of a step, and several passes or runs read the same documents.
+
+Shape suffixes: b sequences, t tokens of a sequence, j tapped layers x model, d model, o = j + d outputs.
 """
 
 import hashlib

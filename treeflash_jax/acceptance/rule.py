@@ -28,7 +28,7 @@ class Rule(ABC):
     needs: ClassVar[str]
 
     @abstractmethod
-    def weights(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
+    def reach_probabilities(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
         """Returns the probability that the accepted path contains each node, averaged over the coins, [b, n]; 0 in padding.
 
         The sum over the nodes is the expected number of tokens that a round commits.

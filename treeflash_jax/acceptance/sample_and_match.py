@@ -5,6 +5,8 @@ distribution for every tree that does not depend on the noise. For deterministic
 Samples at equal positions use the same noise in all trees, so the output equals one-token decoding with that noise.
 At temperature 0, this is greedy matching.
 
+Shape suffixes: b batch, n tree nodes, p places of an accepted path (depths + root), v vocabulary.
+
 Source: TreeFlash (arXiv 2606.03819) and DDTree (arXiv 2604.12989), verification; SpecInfer (arXiv 2305.09781), naive
 sampling.
 """
@@ -22,7 +24,7 @@ class SampleAndMatch(Rule):
     distributions = ("deterministic", "one path", "paths", "delayed", "without-replacement", "skeleton")
     needs = "a tree that does not depend on the verifier's noise"
 
-    def weights(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
+    def reach_probabilities(self, tree: DraftTree, proposal: Proposal | None, target: TargetDistribution) -> jax.Array:
         """Returns the verifier's probability of each node's path, [b, n]; 1 for the root, 0 in padding."""
         log_p_bnn = target.gather(
             jnp.broadcast_to(tree.tokens_bn[:, None], (*tree.tokens_bn.shape, tree.tokens_bn.shape[1]))

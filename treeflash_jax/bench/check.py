@@ -1,4 +1,7 @@
-"""Check of losslessness on the user's prompts: compares drafted with one-token decoding at equal seeds."""
+"""Check of losslessness on the user's prompts: compares drafted with one-token decoding at equal seeds.
+
+Shape suffixes: b batch, n tree nodes, i depth, s token slots, t positions, d model, v vocabulary.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

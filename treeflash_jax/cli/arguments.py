@@ -47,8 +47,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = f"expected one of {', '.join(action.choices)}{hint(value, action.choices)}"
-            raise argparse.ArgumentError(action, f"got {quoted(value)}, {known}")
+            expected = f"one of {', '.join(action.choices)}{hint(value, action.choices)}"
+            raise argparse.ArgumentError(action, f"got {quoted(value)}, expected {expected}")
 
     def _did_you_mean(self, name: str) -> str:
         options = [option for a in self._actions if a.help != argparse.SUPPRESS for option in a.option_strings]

@@ -1,4 +1,7 @@
-"""Turns an automaton over bytes into arrays over a vocabulary's tokens, which `decoding.automaton` runs on the device."""
+"""Turns an automaton over bytes into arrays over a vocabulary's tokens, which `decoding.automaton` runs on the device.
+
+Shape suffixes: b batch, q states, c classes, v vocabulary, k classes of bytes, y bytes, e edges.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence

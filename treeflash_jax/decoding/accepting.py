@@ -75,7 +75,7 @@ def accept_path(
         if plan.shared.log_probs:
             log_probs = _log_probs(pick(logits_bnv, result.path_bp), emitted_bp, plan.shared.top_log_probs)
         if plan.shared.expected_lengths:
-            expected_b = jnp.sum(acceptance.RULES[plan.rule].weights(tree, proposal, target), axis=1)
+            expected_b = jnp.sum(acceptance.RULES[plan.rule].reach_probabilities(tree, proposal, target), axis=1)
         return EmittedPath(result.path_bp, result.length_b, emitted_bp, log_probs, expected_b)
 
 

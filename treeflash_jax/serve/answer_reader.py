@@ -45,7 +45,7 @@ class AnswerReader:
             positions += self._positions[index].read(result, is_last=piece.is_last)
         finished = stop = None
         if piece.is_last:
-            finished = "length" if result.finished == "length" else "calls" if message.num_calls else "stop"
+            finished = "length" if result.finished == "length" else "calls" if message.num_function_calls else "stop"
             stop = self._find_stop(result)
         return Delta(index, parts, positions, finished, stop)
 

@@ -76,8 +76,8 @@ def make_key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if key is not None and not hmac.compare_digest(given.strip().encode(), key.encode()):
-            known = "got no valid API key, expected 'Authorization: Bearer KEY'"
-            raise HTTPException(401, {"message": known, "code": "invalid_api_key"})
+            message = "got no valid API key, expected 'Authorization: Bearer KEY'"
+            raise HTTPException(401, {"message": message, "code": "invalid_api_key"})
 
     return check
 

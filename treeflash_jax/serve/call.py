@@ -9,7 +9,7 @@ from treeflash_jax.constraints.compilation import NAMES
 from treeflash_jax.core.checks import WrongValue, expect
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.prompts import Chat, Prompt
-from treeflash_jax.formats.messages.message_format import Call, Content, Function, Part, Thought
+from treeflash_jax.formats.messages.message_format import Content, Function, FunctionCall, Part, Thought
 from treeflash_jax.serve.log_probs import TokenPosition
 
 MOST_SAMPLES = 128
@@ -130,5 +130,5 @@ class Delta:
         return "".join(part.text for part in self.parts if isinstance(part, kind))
 
     @property
-    def calls(self) -> list[Call]:
-        return [part for part in self.parts if isinstance(part, Call)]
+    def function_calls(self) -> list[FunctionCall]:
+        return [part for part in self.parts if isinstance(part, FunctionCall)]

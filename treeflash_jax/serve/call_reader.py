@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from treeflash_jax.core.checks import WrongValue, clipped, warn
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
-from treeflash_jax.serve.model_calls import model_prompts, model_settings
+from treeflash_jax.serve.model_form import model_prompts, model_settings
 from treeflash_jax.serve.protocols.exchange import Exchange, Served
 from treeflash_jax.serve.threads import Compiler, Threads
 from treeflash_jax.serve.worker import Submission, Worker
@@ -85,8 +85,8 @@ class CallReader:
     def check_model(self, name: str | None) -> None:
         """Raises HTTPException if this is not a name of the model."""
         if name not in (None, *self.names, self.worker.model.names[0]):
-            known = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
-            raise HTTPException(404, {"message": known, "param": "model", "code": "model_not_found"})
+            message = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
+            raise HTTPException(404, {"message": message, "param": "model", "code": "model_not_found"})
 
     def _note_ignored(self, kind: type[Exchange], body: Any) -> None:
         """Logs the ignored fields of a body, each of them once."""

@@ -88,11 +88,12 @@ class Limits:
         error = protocol_at(path).error
         host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1").lower())
         if host and self.hosts is not None and host not in self.hosts:
-            known = f"got Host {clipped(host, 60)!r}, expected one of {', '.join(sorted(self.hosts))} (see --allowed-hosts)"
-            return JSONResponse(error(403, known), 403)
+            names = ", ".join(sorted(self.hosts))
+            message = f"got Host {clipped(host, 60)!r}, expected one of {names} (see --allowed-hosts)"
+            return JSONResponse(error(403, message), 403)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # a proxy may obey the other header
-            known = "got Content-Length beside Transfer-Encoding, expected one of them"
-            return JSONResponse(error(400, known), 400, {"connection": "close"})
+            message = "got Content-Length beside Transfer-Encoding, expected one of them"
+            return JSONResponse(error(400, message), 400, {"connection": "close"})
         return None
 
 

@@ -38,8 +38,8 @@ def add_page(
     def find(answer_id: str) -> Result:
         result = latest.get(answer_id, {}).get(0)
         if result is None:
-            known = f"got answer {clipped(answer_id, 60)!r}, expected one of the last {KEPT_ANSWERS}"
-            raise HTTPException(404, known)
+            message = f"got answer {clipped(answer_id, 60)!r}, expected one of the last {KEPT_ANSWERS}"
+            raise HTTPException(404, message)
         return result
 
     @app.get("/", include_in_schema=False)
@@ -54,8 +54,8 @@ def add_page(
     async def draw_tree(answer_id: str, round_index: int) -> Any:
         result = find(answer_id)
         if round_index >= len(result.accept_lengths):
-            known = f"got round {round_index}, expected one of the {len(result.accept_lengths)} of this answer, from 0"
-            raise HTTPException(404, known)
+            message = f"got round {round_index}, expected one of the {len(result.accept_lengths)} of this answer, from 0"
+            raise HTTPException(404, message)
         async with drafting:
             return await threads.run(partial(describe_tree, result, round_index))
 

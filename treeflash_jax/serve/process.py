@@ -85,8 +85,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(*reuse, 0)  # no other process gets the port before this one listens
     except OSError as error:
         listener.close()
-        known = "an address of this machine and a free port; --port 0 takes one"
-        raise ValueError(f"got --host {clipped(host, 60)} --port {port} ({error.strerror}), expected {known}") from None
+        expected = "an address of this machine and a free port; --port 0 takes one"
+        raise ValueError(f"got --host {clipped(host, 60)} --port {port} ({error.strerror}), expected {expected}") from None
     return listener
 
 

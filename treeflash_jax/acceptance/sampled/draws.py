@@ -220,7 +220,7 @@ class DrawsRule(Rule):
 
     @abstractmethod
     def chances(self, tree: DraftTree, draws: Draws) -> jax.Array:
-        """Returns the result of `weights` for these draws."""
+        """Returns the result of `reach_probabilities` for these draws."""
 
     @abstractmethod
     def stop(self, tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -229,7 +229,7 @@ class DrawsRule(Rule):
         The remainder has the scale of p outside the support.
         """
 
-    def weights(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution) -> jax.Array:
+    def reach_probabilities(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution) -> jax.Array:
         return self._over_draws(self.chances, tree, proposal, target)
 
     def accept(self, tree: DraftTree, proposal: Proposal, target: TargetDistribution, noise: Noise) -> Acceptance:

@@ -4,6 +4,8 @@ With beta(rho) = sum min(p / rho, q), rho in [1, k] solves 1 - (1 - beta)^k = rh
 coin < p / (rho q). If there is none, it emits a token from [p - min(p / rho, q) (1 - (1 - beta)^k) / beta]+. Every larger
 rho is lossless too, so bisection returns the upper end of its interval.
 
+Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1).
+
 Source: SpecTr (arXiv 2310.15141), k-SEQ.
 """
 

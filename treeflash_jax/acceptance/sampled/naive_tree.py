@@ -4,6 +4,8 @@ The rule accepts x_1 with min(1, p / q). Otherwise, it draws y ~ [p - q]+, and g
 one. This is the same as testing the other children as deterministic ones, so it is recursive rejection with a single
 sampled draw per node. For one sampled child with deterministic siblings, it is optimal at the node.
 
+Shape suffixes: b batch, x draws.
+
 Source: NaiveTree in arXiv 2602.16994; SpecHub and greedy drafting (arXiv 2502.18779) for the deterministic siblings.
 """
 

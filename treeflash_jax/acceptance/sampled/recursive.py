@@ -5,6 +5,8 @@ After the last draw, emit a token from r. With replacement, q_x is always q (Spe
 without the earlier siblings, renormalised (EAGLE, Sequoia). For a deterministic child, q_x is one-hot, so that its
 rejection removes the child's token from r.
 
+Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1).
+
 Source: SpecInfer (arXiv 2305.09781), multi-round; RSD (arXiv 2402.14160); Sequoia (arXiv 2402.12374); EAGLE (arXiv
 2401.15077).
 """

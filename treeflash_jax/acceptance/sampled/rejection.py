@@ -1,5 +1,7 @@
 """Token-level rejection on one path: accept x with min(1, p(x) / q(x)), stop at the first rejection, emit from [p - q]+.
 
+Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1).
+
 Source: Leviathan et al. (arXiv 2211.17192); Chen et al. (arXiv 2302.01318).
 """
 

@@ -1,4 +1,7 @@
-"""Draft trees of an answer, drafted again and drawn as text."""
+"""Draft trees of an answer, drafted again and drawn as text.
+
+Shape suffixes: b batch, n tree nodes, s token slots.
+"""
 
 import weakref
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,7 @@
-"""Reading of results, and of the pieces of a stream, from the decoding state of a scheduler."""
+"""Reading of results, and of the pieces of a stream, from the decoding state of a scheduler.
+
+Shape suffixes: b batch, s token slots, k likeliest tokens.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Batches: requests padded into device arrays, the sizes of these arrays, and the capacity of their caches."""
+"""Batches: requests padded into device arrays, the sizes of these arrays, and the capacity of their caches.
+
+Shape suffixes: b batch, s token slots, x stop ids, q states, c classes, v vocabulary.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

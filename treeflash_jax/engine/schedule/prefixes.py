@@ -1,4 +1,7 @@
-"""Reuse of prefixes: a prompt that begins like an earlier text continues from a copy of that text's caches."""
+"""Reuse of prefixes: a prompt that begins like an earlier text continues from a copy of that text's caches.
+
+Shape suffixes: b batch, s token slots, a admitted sequences.
+"""
 
 from collections.abc import Sequence
 

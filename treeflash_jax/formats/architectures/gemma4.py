@@ -22,7 +22,7 @@ from treeflash_jax.formats.architectures.qwen3_moe import FUSED, MAX_EXPERTS
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import KindSizes, ModelConfig, Rope
 
-_OTHERS = tuple(f"model.{name}." for name in "vision_tower audio_tower embed_vision embed_audio vision_embedder".split())
+_NOT_TEXT = tuple(f"model.{name}." for name in "vision_tower audio_tower embed_vision embed_audio vision_embedder".split())
 _ROPE = {  # rope settings of files that state none
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -159,7 +159,7 @@ def _experts(keys: Keys) -> dict[str, Any]:
 
 def _adapt_tensors(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any]:
     """Returns the text model's tensors, without keys and values of layers that share another layer's."""
-    tensors = text_tensors(config, tensors, _OTHERS)
+    tensors = text_tensors(config, tensors, _NOT_TEXT)
     shares = [kind.startswith("shared_") for kind in config.kinds]
 
     def is_read(name: str) -> bool:

@@ -37,7 +37,7 @@ _OF_WINDOWS = {  # keys of a model with one kind of layer
     "rope.freq_base": "rope.freq_base_swa",
 }
 _KEYS_AND_VALUES = re.compile(r"blk\.(\d+)\.attn_(k|v|k_norm)\.")
-_OTHERS = ("attention.sliding_window_pattern", "attention.sliding_window", "final_logit_softcapping")
+_READ_HERE = ("attention.sliding_window_pattern", "attention.sliding_window", "final_logit_softcapping")
 
 
 def split_keys(keys: Keys, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,7 +78,7 @@ def split_keys(keys: Keys, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], 
         more["vocab_size_per_layer_input"] = tensors["token_embd.weight"].shape[0]
     replaced = {name: keys.raw[key] for name, key in _OF_WINDOWS.items() if key in keys}
     replaced |= {"attention.head_count_kv": kv_heads[types.index(SLIDING)], "feed_forward_length": widths[0]}
-    dropped = {*_SIZES.values(), *_OF_WINDOWS.values(), *_OTHERS}
+    dropped = {*_SIZES.values(), *_OF_WINDOWS.values(), *_READ_HERE}
     return {name: value for name, value in (keys.raw | replaced).items() if name not in dropped}, more
 
 

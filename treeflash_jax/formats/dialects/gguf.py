@@ -30,7 +30,7 @@ _SIZES = {  # keys of config.json: keys of the architecture
     "num_attention_heads": "attention.head_count",
 }
 # Other keys of the architecture that are read, and a key without effect.
-_OTHERS = """vocab_size attention.head_count_kv attention.key_length attention.value_length
+_ALSO_READ = """vocab_size attention.head_count_kv attention.key_length attention.value_length
     attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow rope.scaling.finetuned""".split()
@@ -112,7 +112,7 @@ def _as_config_json(file: File) -> dict[str, Any]:
     if architecture.gguf_keys:
         raw, more = architecture.gguf_keys(keys, file.tensors)
         keys = replace(keys, raw=raw)
-    keys.check_known({*sizes.values(), *_OTHERS, *_NEUTRAL})
+    keys.check_known({*sizes.values(), *_ALSO_READ, *_NEUTRAL})
     keys.check_only({key: (value,) for key, value in _NEUTRAL.items() if key not in sizes.values()})
     raw: dict[str, Any] = {key: keys.whole(name) for key, name in sizes.items()}
     head_dim = keys.whole("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])

@@ -18,9 +18,9 @@ import numpy as np
 
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
+from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
-from treeflash_jax.drafters.block.heads.selector_head import SelectorHeadSizes
 from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder
 from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import DTYPES, Tensor
@@ -99,7 +99,7 @@ class DFlash2(BlockFolder):
         return {
             "head": "selector",
             "head_rank": dflash.whole("selector_rank"),
-            "head_sizes": SelectorHeadSizes(top_k),
+            "head_sizes": CandidateSelectorSizes(top_k),
             "candidates": top_k,
             **read_convolution(dflash, config),
         }

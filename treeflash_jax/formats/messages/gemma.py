@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import (
-    Call,
     Content,
     Demands,
     Function,
+    FunctionCall,
     MessageFormat,
     MessageReader,
     Part,
     Tag,
     Thought,
     TokenReader,
-    make_call,
+    make_function_call,
     parse_value,
 )
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class GemmaReader(TokenReader):
         has_name = self._has_name
         self._enter(self._block, prompt_ids)
         self._has_name = has_name
-        self.num_calls = 0
+        self.num_function_calls = 0
 
     def _read(self, id: int) -> list[Part]:
         marker = self._markers.get(id)
@@ -125,7 +125,7 @@ class GemmaReader(TokenReader):
         call = _read_call(text) if is_whole and self._functions else None
         if call is None:
             return [Content(CALL[0] + text + (CALL[1] if is_whole else ""))]
-        self.num_calls += 1
+        self.num_function_calls += 1
         return [call]
 
     def _new_parts(self, text: str) -> list[Part]:
@@ -137,7 +137,7 @@ class GemmaReader(TokenReader):
         return self._send_new(text, Content if self._block is None else Thought)
 
 
-def _read_call(text: str) -> Call | None:
+def _read_call(text: str) -> FunctionCall | None:
     """Returns the call between two tokens; None if it cannot be parsed."""
     match = NAMED.fullmatch(text)
     if match is None:
@@ -146,7 +146,7 @@ def _read_call(text: str) -> Call | None:
     pieces = [json.dumps(x) if i % 2 else KEY.sub(_quoted, x) for i, x in enumerate(outside_and_strings)]
     try:
         arguments = parse_value("".join(pieces))
-        return make_call(match[1], arguments) if isinstance(arguments, dict) else None
+        return make_function_call(match[1], arguments) if isinstance(arguments, dict) else None
     except (ValueError, TypeError, RecursionError):
         return None
 

@@ -18,7 +18,7 @@ from treeflash_jax.formats.messages.message_format import (
     Tag,
     Thought,
     TokenReader,
-    make_call,
+    make_function_call,
 )
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -122,8 +122,8 @@ class HarmonyReader(TokenReader):
             return self._new_parts(text)
         if not is_whole:
             return [Content(text)] if text else []
-        self.num_calls += 1
-        return [make_call(self._recipient.removeprefix(NAMESPACE), text.strip())]
+        self.num_function_calls += 1
+        return [make_function_call(self._recipient.removeprefix(NAMESPACE), text.strip())]
 
     def _is_call(self) -> bool:
         return self._recipient is not None and self._recipient.startswith(NAMESPACE)

@@ -31,7 +31,7 @@ class Thought:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of a function; `arguments` is JSON text."""
 
     name: str
@@ -39,7 +39,7 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}", compare=False)
 
 
-Part = Content | Thought | Call
+Part = Content | Thought | FunctionCall
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class MessageReader(ABC):
     """Parses a growing answer to parts.
 
     Attributes:
-      num_calls: number of calls so far.
+      num_function_calls: number of calls so far.
     """
 
-    num_calls = 0
+    num_function_calls = 0
 
     @abstractmethod
     def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
@@ -196,7 +196,7 @@ def join_parts(parts: list[Part]) -> list[Part]:
     """Joins texts of one kind that follow each other."""
     joined: list[Part] = []
     for part in parts:
-        if joined and not isinstance(part, Call) and type(joined[-1]) is type(part):
+        if joined and not isinstance(part, FunctionCall) and type(joined[-1]) is type(part):
             joined[-1] = type(part)(joined[-1].text + part.text)
         else:
             joined.append(part)
@@ -215,7 +215,7 @@ def parse_value(text: str) -> Any:
             raise ValueError(str(error)) from None
 
 
-def make_call(name: Any, arguments: Any) -> Call:
+def make_function_call(name: Any, arguments: Any) -> FunctionCall:
     """Returns a call with arguments that are a JSON value, or the JSON text of an object. Raises ValueError or TypeError.
 
     Half a character becomes U+FFFD.
@@ -227,4 +227,4 @@ def make_call(name: Any, arguments: Any) -> Call:
             value = None
         arguments = value if isinstance(value, dict) else arguments
     text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
-    return Call(SURROGATES.sub("\ufffd", str(name)), SURROGATES.sub("\ufffd", text))
+    return FunctionCall(SURROGATES.sub("\ufffd", str(name)), SURROGATES.sub("\ufffd", text))

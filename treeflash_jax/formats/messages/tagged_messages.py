@@ -9,16 +9,16 @@ from typing import Any
 from treeflash_jax.core.checks import parse_json
 from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import (
-    Call,
     Content,
     Demands,
     Function,
+    FunctionCall,
     MessageFormat,
     MessageReader,
     Part,
     Tag,
     Thought,
-    make_call,
+    make_function_call,
     parse_value,
 )
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class TagReader(MessageReader):
     """
 
     def __init__(self, *, reads_thoughts: bool, functions: Sequence[Function], begins_in_thought: bool = False):
-        self.num_calls = 0
+        self.num_function_calls = 0
         self._functions = functions
         self._reads_thoughts = reads_thoughts
         self._block = THINK if begins_in_thought else None
@@ -175,17 +175,17 @@ class TagReader(MessageReader):
         self._reads_thoughts &= not text.strip()
         return [Content(text)]
 
-    def _call(self, text: str) -> Call | None:
+    def _call(self, text: str) -> FunctionCall | None:
         """Returns the call in a block; None if it cannot be parsed."""
         if self._block is BARE:
             text = BARE[0] + text + BARE[1]
         try:
             match = FUNCTION.fullmatch(text)
             name, arguments = _read_json(text) if match is None else _read_function(*match.groups(), self._functions)
-            call = make_call(name, arguments)
+            call = make_function_call(name, arguments)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-        self.num_calls += 1
+        self.num_function_calls += 1
         return call
 
 

@@ -95,7 +95,7 @@ class ChatExchange(ChoicesExchange):
 
     def _calls(self, delta: Delta) -> list[dict[str, Any]]:
         calls = []
-        for call in delta.calls:
+        for call in delta.function_calls:
             number = self._num_calls.setdefault(delta.index, 0)
             self._num_calls[delta.index] += 1
             function = {"name": call.name, "arguments": call.arguments}

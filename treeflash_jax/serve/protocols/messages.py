@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from treeflash_jax.core.checks import expect, quoted, warn
 from treeflash_jax.engine.call.prompts import Chat
-from treeflash_jax.formats.messages.message_format import Call, Content, Part, Thought
+from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
 from treeflash_jax.serve.protocols.anthropic_blocks import chat_messages
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
@@ -169,7 +169,7 @@ class MessagesExchange(Exchange):
         blocks: list[dict[str, Any]] = []
         for part in answer.parts:
             block = _empty_block(part)
-            if isinstance(part, Call):
+            if isinstance(part, FunctionCall):
                 blocks.append(block | {"input": _read_input(part)})
                 continue
             if not blocks or blocks[-1]["type"] != block["type"]:
@@ -186,7 +186,7 @@ class MessagesExchange(Exchange):
     def add(self, delta: Delta) -> Iterable[Event]:
         for part in delta.parts:
             block = _empty_block(part)
-            if isinstance(part, Call) or self._block is None or self._block["type"] != block["type"]:
+            if isinstance(part, FunctionCall) or self._block is None or self._block["type"] != block["type"]:
                 yield from self._end_block()
                 self._block = block
                 yield _event("content_block_start", index=self._index, content_block=block)
@@ -240,7 +240,7 @@ def _event(kind: str, **fields: Any) -> Event:
 
 def _empty_block(part: Part) -> dict[str, Any]:
     """Returns an empty block of the kind that a part belongs to."""
-    if isinstance(part, Call):
+    if isinstance(part, FunctionCall):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": "", "signature": ""}
@@ -249,14 +249,14 @@ def _empty_block(part: Part) -> dict[str, Any]:
 
 def _block_delta(part: Part) -> dict[str, Any]:
     """Returns the delta that adds a part to its block."""
-    if isinstance(part, Call):
+    if isinstance(part, FunctionCall):
         return {"type": "input_json_delta", "partial_json": json.dumps(_read_input(part), ensure_ascii=False)}
     if isinstance(part, Content):
         return {"type": "text_delta", "text": part.text}
     return {"type": "thinking_delta", "thinking": part.text}
 
 
-def _read_input(call: Call) -> dict[str, Any]:
+def _read_input(call: FunctionCall) -> dict[str, Any]:
     """Returns the arguments of a call as an object. Any other JSON value becomes the field `input` of an object."""
     arguments = json.loads(call.arguments)
     return arguments if isinstance(arguments, dict) else {"input": arguments}

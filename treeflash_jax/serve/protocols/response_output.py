@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
-from treeflash_jax.formats.messages.message_format import Call, Part, Thought
+from treeflash_jax.formats.messages.message_format import FunctionCall, Part, Thought
 from treeflash_jax.serve.call import Delta
 from treeflash_jax.serve.log_probs import TokenPosition
 from treeflash_jax.serve.protocols.response_items import encode_thoughts
@@ -34,7 +34,7 @@ class ResponseOutput:
         """Yields the events of a new piece. At the end of the answer, the last item is closed, too."""
         self._positions.add(delta.positions or [])
         for part in delta.parts:
-            if isinstance(part, Call):
+            if isinstance(part, FunctionCall):
                 yield from self._close("completed")
                 yield from self._add_call(part)
             else:
@@ -86,7 +86,7 @@ class ResponseOutput:
         yield self._of_part("done")
         yield self._of_item("done")
 
-    def _add_call(self, call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _add_call(self, call: FunctionCall) -> Iterator[tuple[str, dict[str, Any]]]:
         item = {"id": _new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.id}
         self.items.append(item | {"name": call.name, "arguments": ""})
         yield self._of_item("added")

@@ -247,8 +247,8 @@ def get_memory(served: Served) -> ResponseMemory:
 def expect_stored(value: T | None, name: str, id: str) -> T:
     """Returns `value`, which the memory has for an id. Raises HTTPException if it is None: the memory has no value."""
     if value is None:
-        known = f"that of one of the last {MOST_RESPONSES} responses with store true"
-        raise HTTPException(404, {"message": f"got {name} {clipped(id, 60)!r}, expected {known}", "param": name})
+        expected = f"that of one of the last {MOST_RESPONSES} responses with store true"
+        raise HTTPException(404, {"message": f"got {name} {clipped(id, 60)!r}, expected {expected}", "param": name})
     return value
 
 

@@ -1,4 +1,8 @@
-"""`skeleton`: some nodes by best-first search, the rest as sampled chains where the walk most likely leaves them."""
+"""`skeleton`: some nodes by best-first search, the rest as sampled chains where the walk most likely leaves them.
+
+Shape suffixes: b batch, n tree nodes (root included), c children kept per node, k skeleton nodes (root included), j steps
+of a chain, y = j k pairs of both, s sampled nodes.
+"""
 
 import jax
 import jax.numpy as jnp

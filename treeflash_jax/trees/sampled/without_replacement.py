@@ -1,4 +1,7 @@
-"""`without-replacement`: distinct sampled siblings in an outline that is best for an assumed acceptance rate."""
+"""`without-replacement`: distinct sampled siblings in an outline that is best for an assumed acceptance rate.
+
+Shape suffixes: b batch, n tree nodes (root included), c children kept per node.
+"""
 
 import heapq
 

@@ -4,13 +4,13 @@ To add a head, write a file and add a line to HEADS; README.md in `drafters` has
 """
 
 from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
+from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorHead
 from treeflash_jax.drafters.block.heads.gru import GruHead
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrHead
 from treeflash_jax.drafters.block.heads.linear import LinearHead
 from treeflash_jax.drafters.block.heads.lowrank import GatedLowRankHead, LowRankHead, RnnLowRankHead
 from treeflash_jax.drafters.block.heads.marginal import MarginalHead
 from treeflash_jax.drafters.block.heads.mlp import MlpHead
-from treeflash_jax.drafters.block.heads.selector_head import SelectorHead
 
 MARGINAL = "marginal"  # every block drafter can draft with it, because it has no weights
 HEADS: dict[str, Head] = {
@@ -21,7 +21,7 @@ HEADS: dict[str, Head] = {
     "lowrank-gated": GatedLowRankHead(),
     "lowrank-rnn": RnnLowRankHead(),
     "gru": GruHead(),
-    "selector": SelectorHead(),
+    "selector": CandidateSelectorHead(),
     "lilicorr": LiLiCorrHead(),
 }
 

@@ -1,5 +1,7 @@
 """The head without weights: every depth drafts from its marginal. With a tree this is DDTree, with a chain DFlash.
 
+Shape suffixes: b batch, i draft depth, m contexts (slot, previous token), c children kept, d model.
+
 Source: DFlash (arXiv 2602.06036), DDTree (arXiv 2604.12989).
 """
 

@@ -8,7 +8,7 @@ from refusals import refused
 from servers import CHAT, with_tools
 
 from treeflash_jax.serve.call import ServerCall
-from treeflash_jax.serve.model_calls import model_prompts, model_settings
+from treeflash_jax.serve.model_form import model_prompts, model_settings
 from treeflash_jax.serve.protocols.chat_completions import ChatBody, ChatExchange
 from treeflash_jax.serve.protocols.chat_messages import template_messages
 from treeflash_jax.serve.protocols.exchange import Served

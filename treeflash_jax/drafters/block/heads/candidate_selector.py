@@ -5,6 +5,8 @@
 Only the `top_k` likeliest tokens of a depth are candidates. In trees, their total mass is what they have in the marginal. z
 is the slot's hidden state after the final norm. With B = 0, the head equals the marginal head.
 
+Shape suffixes: b batch, m contexts (slot, previous token), d model, v vocabulary, k likeliest tokens.
+
 Source: DFlash2, as in NeMo AutoModel and vLLM's speculators.
 """
 
@@ -23,13 +25,13 @@ from treeflash_jax.models.quantized import product
 
 
 @dataclass(frozen=True)
-class SelectorHeadSizes:
+class CandidateSelectorSizes:
     """Sizes of the head: the number of candidates per depth."""
 
     top_k: int = 16
 
 
-class SelectorHead(LowRankHead):
+class CandidateSelectorHead(LowRankHead):
     file_name = "selector"
     entries: ClassVar[dict[str, Entry]] = {
         "previous": Entry("candidate_selector.predecessor_codebook", order=(0, 1)),
@@ -39,8 +41,8 @@ class SelectorHead(LowRankHead):
 
     trains_candidates = True
 
-    def sizes(self, drafter) -> SelectorHeadSizes:
-        return drafter.head_sizes or SelectorHeadSizes()
+    def sizes(self, drafter) -> CandidateSelectorSizes:
+        return drafter.head_sizes or CandidateSelectorSizes()
 
     def specs(self, drafter) -> dict[str, Any]:
         hidden = Spec((drafter.layers.hidden_size, head_rank(drafter)), (None, None), inputs=(0,), outputs=(1,))

@@ -39,7 +39,7 @@ def make_tau_measure(
     """Returns a function that measures tau of trained weights, for each number of nodes and each system of the stage.
 
     Args:
-      settings: a `stages.drafting.DraftingStage`.
+      settings: a `drafting.DraftingStage`.
       pair: the verifier, and the config of the drafter.
       frozen: the drafter's other weights, by name.
     """

@@ -27,10 +27,10 @@ def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]
     if tools.described and "tools" not in form.template:
         raise ValueError("got tools, but the chat template of this model has no place for them: send the request without")
     if tools.described and not form.writes_calls:
-        known = "this model writes calls in a form that is not read here"
+        reason = "this model writes calls in a form that is not read here"
         if tools.is_forced:
-            raise ValueError(f"got tool_choice that demands a call, but {known}")
-        warn(f"got tools, but {known}: calls stay text")
+            raise ValueError(f"got tool_choice that demands a call, but {reason}")
+        warn(f"got tools, but {reason}: calls stay text")
     return [
         replace(chat, messages=template_messages(chat.messages, form.template, form.thoughts_key), tools=tools.described)
         for chat in call.prompts
