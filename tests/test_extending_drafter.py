@@ -20,7 +20,7 @@ from treeflash_jax import drafters, trees
 from treeflash_jax.core import parameters
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import ngram
+from treeflash_jax.drafters.ngram_join import join_ngrams
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.dialects import DIALECTS, dialect
 
@@ -81,7 +81,7 @@ class BigramDrafter(drafters.Drafter):
         log_probs = jnp.where(is_known_b[:, None, None, None], jnp.log(0.9), -jnp.inf) + jnp.zeros(tokens_bi11.shape)
         last = jnp.arange(tokens_bi11.shape[1])[None, :, None, None] == tokens_bi11.shape[1] - 1
         table = trees.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
-        return ngram.join(table, inputs, self.ngrams)
+        return join_ngrams(table, inputs, self.ngrams)
 
 
 def bigram_of(text: list[int], vocab_size: int) -> dict[str, jax.Array]:

@@ -10,7 +10,7 @@ from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.drafters.mtp_drafter import MtpDrafter
-from treeflash_jax.drafters.ngram import NgramDrafter
+from treeflash_jax.drafters.ngram_drafter import NgramDrafter
 from treeflash_jax.drafters.protocol import Drafter, Inputs, State
 
 __all__ = [

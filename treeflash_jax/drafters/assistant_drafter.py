@@ -32,8 +32,8 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params, Spec
-from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
+from treeflash_jax.drafters.ngram_join import join_ngrams
 from treeflash_jax.drafters.protocol import Inputs, State, require_fit, require_sizes
 from treeflash_jax.models import decoder, layers, quantized, vocab
 from treeflash_jax.models.backend import selection
@@ -152,7 +152,7 @@ class AssistantDrafter(LaneDrafter):
         first = step.run(shared, inputs.anchor_b[:, None], inputs.state.hidden_bj[:, None])
         position_b = committed.length_b + 1
         lanes = LaneExpander(shared, position_b, first, step=step, scratch=(), num_depths=inputs.depths)
-        return ngram.join(lanes, inputs, self.ngrams)
+        return join_ngrams(lanes, inputs, self.ngrams)
 
 
 @struct.dataclass

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.drafters import ngram, protocol
+from treeflash_jax.drafters import protocol
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
+from treeflash_jax.drafters.ngram_join import join_ngrams
 from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs, draft_ids, listed_specs
 from treeflash_jax.models import caches, vocab
 from treeflash_jax.models.attention import tree_attention
@@ -65,7 +66,7 @@ class BlockDrafter(Drafter):
       children: number of likeliest next tokens kept after each of them (K).
       shortlist: number of likeliest marginal tokens per depth. The second stage of a conditional head scores these tokens
         of all depths together. 0: it scores the whole vocabulary.
-      ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram.join`).
+      ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram_join`).
       verifier: name of the verifier that it was trained for, and its classes in transformers; () if unknown.
       thinking: whether it was trained on answers with thinking; None: unknown.
     """
@@ -214,7 +215,7 @@ class BlockDrafter(Drafter):
         with jax.named_scope("expand"):
             block = Block(hidden_bid, inputs.anchor_b, inputs.temperature_b, inputs.state.hidden_bd)
             expander = HEADS[self.head].expand(inputs.params["head"], unembed, block, self)
-            return ngram.join(expander, inputs, self.ngrams)
+            return join_ngrams(expander, inputs, self.ngrams)
 
     def draft_block(self, inputs: Inputs) -> jax.Array:
         """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 is the anchor's."""
