@@ -21,7 +21,6 @@ Source: transformers, models gemma4_assistant and gemma4_unified_assistant.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 import jax
@@ -209,7 +208,7 @@ class AssistantStep:
         for kind in dict.fromkeys(config.kinds):
             precomputed = KINDS[kind].precompute(config.of_kind(kind), position_b1, mask_bw1)
             inputs[kind] = PassInputs(position_b1, mask_bw1, committed.length_b - 1, precomputed, self.attention)
-        weights, no_inputs = list(chain(*params["groups"])), [None] * config.num_layers
+        weights, no_inputs = decoder.each_layer(params), [None] * config.num_layers
         operands = weights, config, params["norm"], x_bwd, inputs, committed.before, committed.last, no_inputs
         return decoder.run_layers(*operands)[0]
 
