@@ -66,9 +66,9 @@ class BigramDrafter(drafters.Drafter):
     def init(self, batch, capacity, dtype):
         return LastToken(jnp.full(batch, -1, jnp.int32))
 
-    def extend(self, params, verifier_params, state, features_btj, tokens_bt, count_b, *, attention):
-        last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
-        return LastToken(jnp.where(count_b > 0, last_b, state.token_b))
+    def extend(self, params, verifier_params, state, new):
+        last_b = jnp.take_along_axis(new.tokens_bt, jnp.maximum(new.count_b - 1, 0)[:, None], axis=1)[:, 0]
+        return LastToken(jnp.where(new.count_b > 0, last_b, state.token_b))
 
     def draft(self, inputs):
         """A path along the table; nothing at all where the state does not hold the anchor."""

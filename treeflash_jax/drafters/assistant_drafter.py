@@ -33,7 +33,7 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
 from treeflash_jax.drafters.ngram_join import join_ngrams
-from treeflash_jax.drafters.protocol import Inputs, State, require_fit, require_sizes
+from treeflash_jax.drafters.protocol import Inputs, NewPositions, State, require_fit, require_sizes
 from treeflash_jax.models import decoder, layers, quantized, vocab
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.backend.indexing import at_last
@@ -136,12 +136,10 @@ class AssistantDrafter(LaneDrafter):
     def init(self, batch: int, capacity: int, dtype: DTypeLike) -> LastHidden:
         return LastHidden(jnp.zeros((batch, self.target_hidden_size), dtype))
 
-    def extend(
-        self, params, verifier_params, state: LastHidden, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> LastHidden:
+    def extend(self, params: Params, verifier_params: Params, state: LastHidden, new: NewPositions) -> LastHidden:
         """Keeps the hidden state of the last committed position."""
-        hidden_bj = layers.norm(self.layers, at_last(features_btj, count_b)[:, 0], verifier_params["norm"])
-        is_new_b1 = (count_b > 0)[:, None]
+        hidden_bj = layers.norm(self.layers, at_last(new.features_btj, new.count_b)[:, 0], verifier_params["norm"])
+        is_new_b1 = (new.count_b > 0)[:, None]
         return LastHidden(jnp.where(is_new_b1, hidden_bj.astype(state.hidden_bj.dtype), state.hidden_bj))
 
     def draft(self, inputs: Inputs) -> Expander:

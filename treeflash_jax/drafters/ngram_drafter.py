@@ -21,7 +21,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
-from treeflash_jax.drafters.protocol import Drafter, Inputs, State
+from treeflash_jax.core.parameters import Params
+from treeflash_jax.drafters.protocol import Drafter, Inputs, NewPositions, State
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.trees import Expander
 
@@ -77,9 +78,7 @@ class NgramDrafter(Drafter):
     def init(self, batch: int, capacity: int, dtype: DTypeLike) -> NoState:
         return NoState()
 
-    def extend(
-        self, params, verifier_params, state: NoState, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> NoState:
+    def extend(self, params: Params, verifier_params: Params, state: NoState, new: NewPositions) -> NoState:
         return state
 
     def draft(self, inputs: Inputs) -> "Continuations":

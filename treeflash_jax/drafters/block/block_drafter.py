@@ -22,11 +22,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from treeflash_jax.core.checks import expect
+from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters import protocol
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
 from treeflash_jax.drafters.ngram_join import join_ngrams
-from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs, draft_ids, listed_specs
+from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs, NewPositions, draft_ids, listed_specs
 from treeflash_jax.models import caches, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.backend.indexing import at_last
@@ -192,17 +193,15 @@ class BlockDrafter(Drafter):
         hidden_bd = jnp.zeros((batch, self.layers.hidden_size), dtype) if HEADS[self.head].reads_context else None
         return ContextState(context, hidden_bd)
 
-    def extend(
-        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> ContextState:
+    def extend(self, params: Params, verifier_params: Params, state: ContextState, new: NewPositions) -> ContextState:
         """Adds features of new committed positions to the context. Keeps the last fused feature if a head reads it."""
-        positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
-        new = backbone.context_kv(params["backbone"], self.layers, features_btj, positions_bt)
+        positions_bt = state.context.length_b[:, None] + jnp.arange(new.features_btj.shape[1])
+        kv = backbone.context_kv(params["backbone"], self.layers, new.features_btj, positions_bt)
         hidden_bd = state.hidden_bd
         if hidden_bd is not None:
-            fused_b1d = backbone.fuse(params["backbone"], self.layers, at_last(features_btj, count_b))
-            hidden_bd = jnp.where((count_b > 0)[:, None], fused_b1d[:, 0], hidden_bd).astype(hidden_bd.dtype)
-        return ContextState(caches.commit(state.context, new, count_b), hidden_bd)
+            fused_b1d = backbone.fuse(params["backbone"], self.layers, at_last(new.features_btj, new.count_b))
+            hidden_bd = jnp.where((new.count_b > 0)[:, None], fused_b1d[:, 0], hidden_bd).astype(hidden_bd.dtype)
+        return ContextState(caches.commit(state.context, kv, new.count_b), hidden_bd)
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns next-token distributions at every depth, given the tokens before. `ngrams` above 0 adds n-grams."""
