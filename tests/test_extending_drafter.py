@@ -20,7 +20,7 @@ from treeflash_jax import drafters, trees
 from treeflash_jax.core import parameters
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import ngram
+from treeflash_jax.drafters.ngram_join import join_ngrams
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.dialects import DIALECTS, dialect
 
@@ -66,9 +66,9 @@ class BigramDrafter(drafters.Drafter):
     def init(self, batch, capacity, dtype):
         return LastToken(jnp.full(batch, -1, jnp.int32))
 
-    def extend(self, params, verifier_params, state, features_btj, tokens_bt, count_b, *, attention):
-        last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
-        return LastToken(jnp.where(count_b > 0, last_b, state.token_b))
+    def extend(self, params, verifier_params, state, new):
+        last_b = jnp.take_along_axis(new.tokens_bt, jnp.maximum(new.count_b - 1, 0)[:, None], axis=1)[:, 0]
+        return LastToken(jnp.where(new.count_b > 0, last_b, state.token_b))
 
     def draft(self, inputs):
         """A path along the table; nothing at all where the state does not hold the anchor."""
@@ -81,7 +81,7 @@ class BigramDrafter(drafters.Drafter):
         log_probs = jnp.where(is_known_b[:, None, None, None], jnp.log(0.9), -jnp.inf) + jnp.zeros(tokens_bi11.shape)
         last = jnp.arange(tokens_bi11.shape[1])[None, :, None, None] == tokens_bi11.shape[1] - 1
         table = trees.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
-        return ngram.join(table, inputs, self.ngrams)
+        return join_ngrams(table, inputs, self.ngrams)
 
 
 def bigram_of(text: list[int], vocab_size: int) -> dict[str, jax.Array]:

@@ -32,7 +32,7 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.models import quantized
+from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.tree_inputs import MAX_NODES
 
@@ -158,7 +158,7 @@ def _copy_layers(drafter: BlockDrafter, weights: Params, initial_layers: Sequenc
 
     If there is only one layer, and it directly follows the tap, the context's keys and values equal the verifier's.
     """
-    layers = [layer for group in weights["groups"] for layer in group]
+    layers = decoder.each_layer(weights)
     specs = drafter.specs()["backbone"]["groups"][0]
     copies = copy_weights(quantized.expand(specs, [layers[i] for i in initial_layers]))
     width, taps = drafter.layers.hidden_size, len(drafter.taps)

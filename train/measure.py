@@ -25,7 +25,7 @@ from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import setting
-from treeflash_jax.drafters.ngram import NgramDrafter
+from treeflash_jax.drafters.ngram_drafter import NgramDrafter
 from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 NGRAMS = "n-grams alone"  # name of a system

@@ -17,7 +17,7 @@ from draft_trees import grow
 
 import treeflash_jax as tf
 from treeflash_jax import trees
-from treeflash_jax.drafters import Inputs
+from treeflash_jax.drafters import Inputs, NewPositions
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import Unembed
 from treeflash_jax.models import vocab
@@ -33,7 +33,7 @@ def run_stages(weights, prompt_bt, config, drafter, nodes):
     anchor_b = jnp.argmax(logits_btv[:, -1], axis=-1).astype(jnp.int32)
     params, tables, count_b = weights.drafter["backbone"], weights.verifier, jnp.array([length])
     empty = drafter.init(1, 64, jnp.float32)
-    state = drafter.extend(weights.drafter, tables, empty, out.features_btj, None, count_b, attention="xla")
+    state = drafter.extend(weights.drafter, tables, empty, NewPositions(out.features_btj, None, count_b))
     inputs = Inputs(weights.drafter, tables, state, anchor_b, jnp.ones(1), drafter.num_depths, prompt_bt, count_b)
     hidden_bqd = drafter.draft_block(inputs)
     unembed_vd = tables.get("unembed", tables["embed"])

@@ -21,7 +21,7 @@ from treeflash_jax import TreeFlash
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import Eagle3Drafter, Inputs
+from treeflash_jax.drafters import Eagle3Drafter, Inputs, NewPositions
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.formats import model_files
@@ -53,7 +53,10 @@ def drafted(params, tables, config, state, depths: int):
 def run(params, tables, features_btj, tokens_bt, *, config):
     """The same positions in one call, one by one, and beside padding; then a few steps on the likeliest tokens."""
     batch, length = tokens_bt.shape
-    extend = partial(config.extend, params, tables, attention="xla")
+
+    def extend(state, *new):
+        return config.extend(params, tables, state, NewPositions(*new))
+
     nothing = config.init(batch, SLOTS, jnp.float64)
     whole = extend(nothing, features_btj, tokens_bt, jnp.full(batch, length))
 
@@ -127,7 +130,7 @@ def test_every_node_has_the_distribution_of_its_path_run_alone():
     @jax.jit
     def build(params, tables):
         state = config.init(2, SLOTS, jnp.float64)
-        state = config.extend(params, tables, state, features, tokens, jnp.asarray([6, 3]), attention="xla")
+        state = config.extend(params, tables, state, NewPositions(features, tokens, jnp.asarray([6, 3])))
         expander = drafted(params, tables, config, state, depths=4)
         return expander, grow("best-first", expander, jnp.zeros(2, jnp.int32), 14, lanes=3)
 

@@ -1,7 +1,9 @@
 """Heads of block drafters: trees are built from what training compares with the verifier, over a shortlist if asked."""
 
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import treeflash_jax as tf
 from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import BlockDrafter
-from treeflash_jax.drafters.block.heads import HEADS, Block, Unembed
+from treeflash_jax.drafters.block.heads import HEADS, Block, Unembed, block_head
 from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.path_head import PathHead
@@ -239,3 +241,8 @@ def test_sharded_equals_unsharded(block):
         split = run("mlp", block, short_list(3))
     np.testing.assert_array_equal(split.tokens_bimc, whole.tokens_bimc)
     np.testing.assert_allclose(split.log_probs_bimc, whole.log_probs_bimc, atol=1e-5)
+
+
+def test_heads_read_the_attributes_of_a_drafter_that_are_listed():
+    sources = [path.read_text(encoding="utf-8") for path in Path(block_head.__file__).parent.glob("*.py")]
+    assert {*re.findall(r"\bdrafter\.(\w+)", "".join(sources))} == {*block_head.DrafterSizes.__annotations__}

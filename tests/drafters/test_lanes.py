@@ -8,8 +8,9 @@ from draft_trees import eagle_2, grow, paths
 from jax import lax
 from scipy.special import log_softmax
 
-from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level, scratch_specs
+from treeflash_jax.drafters.ngram_drafter import Continuations
+from treeflash_jax.drafters.ngram_join import JoinedExpander
 from treeflash_jax.models import vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.caches import Cache
@@ -124,7 +125,7 @@ def test_the_network_runs_below_tokens_of_n_grams(shared):
 
     @jax.jit
     def run(shared, match):
-        joined, first = ngram.JoinedExpander(expander(shared), ngram.Continuations(*match)), jnp.int32(0)
+        joined, first = JoinedExpander(expander(shared), Continuations(*match)), jnp.int32(0)
         state = joined.start(1)
         child_bw = jnp.argmax(joined.children(first, state)[0] == foreign, axis=-1)
         return *joined.follow(first, state, child_bw), joined.continues(first, state)

@@ -17,7 +17,9 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.decoding import loops
-from treeflash_jax.drafters import Inputs, NgramDrafter, ngram
+from treeflash_jax.drafters import Inputs, NgramDrafter
+from treeflash_jax.drafters.ngram_drafter import LONGER, OLDER, UNSEEN
+from treeflash_jax.drafters.ngram_join import HALF, join_ngrams
 from treeflash_jax.formats import model_files
 
 MATCHES = 6
@@ -47,7 +49,7 @@ def continuations(text: list[int], config: NgramDrafter = CONFIG) -> list[tuple[
                 after.append(after[len(after) - len(text) + at])
             got.append((length, at, after[at : at + config.num_depths]))
     best = sorted(got, key=lambda result: result[:2], reverse=True)[:MATCHES]
-    return [(ngram.LONGER ** (result[0] - best[0][0]) * ngram.OLDER**rank, result[2]) for rank, result in enumerate(best)]
+    return [(LONGER ** (result[0] - best[0][0]) * OLDER**rank, result[2]) for rank, result in enumerate(best)]
 
 
 def distribution(matches: list[tuple[float, list[int]]], path: tuple[int, ...], temperature: float) -> dict[int, float]:
@@ -56,7 +58,7 @@ def distribution(matches: list[tuple[float, list[int]]], path: tuple[int, ...], 
     for weight, tokens in matches:
         if tuple(tokens[: len(path)]) == path:
             weights[tokens[len(path)]] = weights.get(tokens[len(path)], 0) + weight ** (1 / temperature)
-    total = sum(weights.values()) + ngram.UNSEEN ** (1 / temperature)
+    total = sum(weights.values()) + UNSEEN ** (1 / temperature)
     return {token: weight / total for token, weight in weights.items()}
 
 
@@ -112,7 +114,7 @@ def test_a_table_is_joined_by_what_followed_earlier():
         next_context_bimc=jnp.array([[[[0, -1]], [[-1, -1]]]]),
     )
     given = inputs([text], 2)
-    join = jax.jit(lambda tokens_bs: ngram.join(table, replace(given, tokens_bs=tokens_bs), MATCHES))
+    join = jax.jit(lambda tokens_bs: join_ngrams(table, replace(given, tokens_bs=tokens_bs), MATCHES))
     joined = join(given.tokens_bs)
     children = jax.jit(lambda joined, depth, state: (*joined.children(depth, state), joined.continues(depth, state)))
     matches = continuations(text, JOINED)
@@ -123,7 +125,7 @@ def test_a_table_is_joined_by_what_followed_earlier():
         tokens, log_probs, is_open = (np.asarray(x)[0, 0] for x in arrays)
         assert [*log_probs] == sorted(log_probs, reverse=True), "likeliest first"
         kept = np.isfinite(log_probs)
-        q, share = distribution(matches, path, 1.0), length**2 / (length**2 + ngram.HALF**2)
+        q, share = distribution(matches, path, 1.0), length**2 / (length**2 + HALF**2)
         assert sorted(tokens[kept]) == sorted({*p, *q}), "distinct"
         expected = [(1 - share) * p.get(token, 0) + share * q.get(token, 0) for token in tokens[kept].tolist()]
         np.testing.assert_allclose(np.exp(log_probs[kept]), expected, rtol=1e-5)

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from scipy.special import log_softmax
 
 import treeflash_jax as tf
-from treeflash_jax.drafters import Inputs
+from treeflash_jax.drafters import Inputs, NewPositions
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.formats import model_files
@@ -34,7 +34,9 @@ BLOCK = object()
 FORMS = ("jetspec", "domino", "dspark_speculators", "dflash2_speculators", "lilicorr")
 
 
-read_state = jax.jit(lambda drafter, *arrays: drafter.extend(*arrays, attention="xla"), static_argnums=0)
+@partial(jax.jit, static_argnums=0)
+def read_state(drafter, params, tables, state, features_btj, count_b):
+    return drafter.extend(params, tables, state, NewPositions(features_btj, None, count_b))
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -53,7 +55,7 @@ def read(form: str) -> SimpleNamespace:
     anchor_b = np.argmax(np.asarray(logits_btv)[:, -1], axis=-1).astype(np.int32)
     assert anchor_b == expected["anchor"].ravel()
     empty, tables = drafter.init(1, 32, jnp.float32), weights.verifier
-    state = read_state(drafter, weights.drafter, tables, empty, out.features_btj, None, length_b)
+    state = read_state(drafter, weights.drafter, tables, empty, out.features_btj, length_b)
     inputs = Inputs(
         weights.drafter, tables, state, anchor_b, np.ones(1, np.float32), drafter.num_depths, prompt_bt, length_b
     )
@@ -235,7 +237,7 @@ def test_lilicorr_keeps_the_last_feature_of_a_context_in_parts():
     state = case.drafter.init(1, 32, jnp.float32)
     for start, count in ((0, 7), (7, 13), (20, 0)):
         features_btj = np.pad(case.features, ((0, 0), (0, 20), (0, 0)))[:, start : start + 16]
-        args = case.inputs.params, case.inputs.verifier_params, state, features_btj, None, np.int32([count])
+        args = case.inputs.params, case.inputs.verifier_params, state, features_btj, np.int32([count])
         state = read_state(case.drafter, *args)
     np.testing.assert_allclose(state.hidden_bd, case.inputs.state.hidden_bd, atol=1e-5)
 

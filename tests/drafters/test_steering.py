@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from scipy.special import log_softmax
 
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters import Inputs, LanguageModelDrafter
+from treeflash_jax.drafters import Inputs, LanguageModelDrafter, NewPositions
 from treeflash_jax.formats import model_files
 from treeflash_jax.models.config import ModelConfig
 
@@ -56,6 +56,10 @@ def stored(folder) -> tuple[LanguageModelDrafter, dict]:
     return model_files.load_drafter(folder)
 
 
+def extended(drafter, weights, state, *new):
+    return drafter.extend(weights, None, state, NewPositions(*new))
+
+
 def drafted_logits(drafter, weights, tokens_t, features_tj) -> np.ndarray:
     """Logits after the ninth token, which was read, and after the tenth, a token of a lane; of two equal sequences."""
     tokens_bt, features_btj = (jnp.stack([x, x]) for x in (tokens_t, features_tj))
@@ -66,7 +70,7 @@ def drafted_logits(drafter, weights, tokens_t, features_tj) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def draft_twice(drafter, weights, tokens_bt, features_btj) -> list[tuple[jax.Array, jax.Array]]:
     """The fifth token is read by one sequence after the other."""
-    extend = partial(drafter.extend, weights, None, attention="xla")
+    extend = partial(extended, drafter, weights)
     state = drafter.init(2, 32, features_btj.dtype)
     state = extend(state, None, tokens_bt[:, :4], jnp.asarray([4, 4]))
     for count_b in (jnp.asarray([1, 0]), jnp.asarray([0, 1])):
@@ -105,7 +109,7 @@ def test_positions_read_in_one_call_are_those_read_one_by_one(float64, stored, e
     """Those before the last keep the shifts that they were drafted with: so do they if their state gives these again."""
     drafter, weights = stored[0], jax.tree.map(lambda x: x.astype(jnp.float64), stored[1])
     tokens_bt, features_btj = expected["tokens"][None], expected["features"][None].astype(np.float64)
-    extend = partial(jax.jit(partial(drafter.extend, attention="xla")), weights, None)
+    extend = partial(jax.jit(extended, static_argnums=0), drafter, weights)
     start = extend(drafter.init(1, 32, jnp.float64), None, tokens_bt[:, :4], jnp.asarray([4]))
     start = extend(start, features_btj[:, :1], tokens_bt[:, 4:5], jnp.asarray([1]))
     together, apart = extend(start, features_btj[:, 1:], tokens_bt[:, 5:9], jnp.asarray([4])), start

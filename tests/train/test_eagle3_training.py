@@ -19,7 +19,7 @@ from train.data.packing import Document, PackedBatch
 from train.runtime import run_config
 from train.stages import drafting
 from train.stages.registry import read_stage
-from treeflash_jax.drafters import Eagle3Drafter, Inputs, MtpDrafter, mtp_drafter
+from treeflash_jax.drafters import Eagle3Drafter, Inputs, MtpDrafter, NewPositions, mtp_drafter
 from treeflash_jax.formats import model_files
 from treeflash_jax.models import decoder
 from treeflash_jax.models.config import Rope
@@ -56,7 +56,7 @@ def drafted_along(weights, drafting, tokens_1s, *, model, drafter):
             (out.features_btj, t), (tokens_1s, t + 1)
         ))  # fmt: skip
         one_1 = jnp.ones(1, jnp.int32)
-        state = drafter.extend(drafting, weights, state, features_11j, token_11, one_1, attention="xla")
+        state = drafter.extend(drafting, weights, state, NewPositions(features_11j, token_11, one_1))
         inputs = Inputs(drafting, weights, state, token_11[:, 0], jnp.ones(1), STEPS, None, None)
         expander = drafter.configured(children=drafter.draft_vocab_size or 12).draft(inputs)
 

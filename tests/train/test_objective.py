@@ -20,7 +20,7 @@ from toy_training import make_batch
 from train import step_memory
 from train.stages import blocks, losses, objective
 from train.stages.teacher import teach
-from treeflash_jax.drafters import Inputs
+from treeflash_jax.drafters import Inputs, NewPositions
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
@@ -64,7 +64,7 @@ def drafted(frozen, document_1t, start):
     tables, mask = frozen["verifier"], decoder.causal_mask(1, 32)
     out = decoder.forward(tables, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.taps)
     state = DRAFTER.init(1, 32, jnp.float32)
-    state = DRAFTER.extend(frozen, tables, state, out.features_btj, document_1t, start[None], attention="xla")
+    state = DRAFTER.extend(frozen, tables, state, NewPositions(out.features_btj, document_1t, start[None]))
     inputs = Inputs(frozen, tables, state, document_1t[:, start], jnp.ones(1), 1, document_1t, start[None])
     return DRAFTER.draft_block(inputs)
 

@@ -11,7 +11,7 @@ from draft_trees import eagle_2, grow, paths
 
 from treeflash_jax import trees
 from treeflash_jax.decoding.automaton import Automaton, ConstrainedExpander
-from treeflash_jax.drafters.ngram import Continuations
+from treeflash_jax.drafters.ngram_drafter import Continuations
 
 TABLES, DEPTHS, CONTEXTS, CHILDREN, VOCAB = 512, 4, 5, 4, 23
 KINDS = ("plain", "ties", "certain", "leaves", "missing", "exhausted")

@@ -26,7 +26,7 @@ from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import accepting, processors, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights, pin
-from treeflash_jax.drafters.protocol import State
+from treeflash_jax.drafters import NewPositions, State
 from treeflash_jax.models import caches, decoder, kernels
 from treeflash_jax.models.backend.indexing import at_last, pick
 
@@ -119,7 +119,8 @@ def prefill_chunks(
     state = accepting.emit_first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
     if plan.loaded_drafter and plan.loaded_drafter.reads_tokens:  # the token after the last prompt position
         first_b1 = pick(state.tokens_bs, length_b[:, None])
-        drafter = _extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)
+        new = NewPositions(features_bj[:, None], first_b1, count_b, plan.prefill_attention)
+        drafter = plan.loaded_drafter.extend(weights.drafter, weights.verifier, drafter, new)
     return pin(state.replace(drafter=drafter))
 
 
@@ -154,7 +155,8 @@ def _run_chunks(
             known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if reads_tokens and not reads_prompt else count_b
             visible = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
             drafter = _in_row_order(sharding.pin(drafter, drafter.axes()))
-            drafter = _extend_drafter(weights, drafter, plan, *visible, known_b)
+            new = NewPositions(*visible, known_b, plan.prefill_attention)
+            drafter = plan.loaded_drafter.extend(weights.drafter, weights.verifier, drafter, new)
 
         def at_end(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
             return jnp.where((count_b > 0)[:, None], at_last(x_btd, count_b)[:, 0], before_bd)
@@ -172,20 +174,6 @@ def _run_chunks(
 
     carry = jnp.zeros_like(max_chunks), state.cache, state.drafter, last, state.log_probs if plan.scores_prompts else None
     return lax.while_loop(is_unfinished, step, carry)[1:]
-
-
-def _extend_drafter(
-    weights: Weights,
-    drafter: State,
-    plan: SharedPlan,
-    features_btj: jax.Array | None,
-    tokens_bt: jax.Array,
-    count_b: jax.Array,
-) -> State:
-    """Returns the drafter's state after the positions of a pass; see `Drafter.extend`."""
-    return plan.loaded_drafter.extend(
-        weights.drafter, weights.verifier, drafter, features_btj, tokens_bt, count_b, attention=plan.prefill_attention
-    )
 
 
 def _in_row_order(cache: Any) -> Any:

@@ -22,7 +22,7 @@ from treeflash_jax.decoding.accepting import DRAFT_STREAM, EmittedPath, accept_p
 from treeflash_jax.decoding.automaton import ConstrainedExpander
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.decoding.tree_choice import choose_trees
-from treeflash_jax.drafters import Inputs
+from treeflash_jax.drafters import Inputs, NewPositions
 from treeflash_jax.models import caches, decoder, kernels
 from treeflash_jax.models.backend.indexing import pick
 
@@ -172,15 +172,8 @@ def commit_path(
         drafter = state.drafter
         if plan.drafts:
             features_bpj = pick(verified.features_btj, accepted.path_bp)
-            drafter = plan.shared.loaded_drafter.extend(
-                weights.drafter,
-                weights.verifier,
-                drafter,
-                features_bpj,
-                accepted.tokens_bp,
-                kept_b,
-                attention=plan.attention,
-            )
+            new = NewPositions(features_bpj, accepted.tokens_bp, kept_b, plan.attention)
+            drafter = plan.shared.loaded_drafter.extend(weights.drafter, weights.verifier, drafter, new)
         cache = caches.commit(state.cache, verified.new, kept_b, accepted.path_bp)
         return state.replace(cache=cache, drafter=drafter)
 

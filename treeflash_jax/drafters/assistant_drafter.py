@@ -21,7 +21,6 @@ Source: transformers, models gemma4_assistant and gemma4_unified_assistant.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 import jax
@@ -32,9 +31,9 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params, Spec
-from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
-from treeflash_jax.drafters.protocol import Inputs, State, require_fit, require_sizes
+from treeflash_jax.drafters.ngram_join import join_ngrams
+from treeflash_jax.drafters.protocol import Inputs, NewPositions, State, require_fit, require_sizes
 from treeflash_jax.models import decoder, layers, quantized, vocab
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.backend.indexing import at_last
@@ -137,12 +136,10 @@ class AssistantDrafter(LaneDrafter):
     def init(self, batch: int, capacity: int, dtype: DTypeLike) -> LastHidden:
         return LastHidden(jnp.zeros((batch, self.target_hidden_size), dtype))
 
-    def extend(
-        self, params, verifier_params, state: LastHidden, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> LastHidden:
+    def extend(self, params: Params, verifier_params: Params, state: LastHidden, new: NewPositions) -> LastHidden:
         """Keeps the hidden state of the last committed position."""
-        hidden_bj = layers.norm(self.layers, at_last(features_btj, count_b)[:, 0], verifier_params["norm"])
-        is_new_b1 = (count_b > 0)[:, None]
+        hidden_bj = layers.norm(self.layers, at_last(new.features_btj, new.count_b)[:, 0], verifier_params["norm"])
+        is_new_b1 = (new.count_b > 0)[:, None]
         return LastHidden(jnp.where(is_new_b1, hidden_bj.astype(state.hidden_bj.dtype), state.hidden_bj))
 
     def draft(self, inputs: Inputs) -> Expander:
@@ -152,7 +149,7 @@ class AssistantDrafter(LaneDrafter):
         first = step.run(shared, inputs.anchor_b[:, None], inputs.state.hidden_bj[:, None])
         position_b = committed.length_b + 1
         lanes = LaneExpander(shared, position_b, first, step=step, scratch=(), num_depths=inputs.depths)
-        return ngram.join(lanes, inputs, self.ngrams)
+        return join_ngrams(lanes, inputs, self.ngrams)
 
 
 @struct.dataclass
@@ -209,7 +206,7 @@ class AssistantStep:
         for kind in dict.fromkeys(config.kinds):
             precomputed = KINDS[kind].precompute(config.of_kind(kind), position_b1, mask_bw1)
             inputs[kind] = PassInputs(position_b1, mask_bw1, committed.length_b - 1, precomputed, self.attention)
-        weights, no_inputs = list(chain(*params["groups"])), [None] * config.num_layers
+        weights, no_inputs = decoder.each_layer(params), [None] * config.num_layers
         operands = weights, config, params["norm"], x_bwd, inputs, committed.before, committed.last, no_inputs
         return decoder.run_layers(*operands)[0]
 

@@ -27,7 +27,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import warn
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, require_sizes
+from treeflash_jax.drafters.protocol import ContextState, Inputs, NewPositions, draft_ids, require_sizes
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.backend.indexing import at_last
@@ -108,26 +108,24 @@ class Eagle3Drafter(LaneDrafter):
             tree["fc_norm"] = [Spec((self.target_hidden_size,), (None,), "ones") for _ in range(self.num_taps)]
         return tree
 
-    def extend(
-        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> ContextState:
+    def extend(self, params: Params, verifier_params: Params, state: ContextState, new: NewPositions) -> ContextState:
         """Adds committed positions: all of their keys and values, and the layer's output at the last valid position."""
-        prefix, length_b, length = state.context.layers[0], state.context.length_b, features_btj.shape[1]
-        carried_btd = fuse(params, self, features_btj)
-        read_bt = layer_input(params, verifier_params, self, tokens_bt, carried_btd)
+        prefix, length_b, length = state.context.layers[0], state.context.length_b, new.features_btj.shape[1]
+        carried_btd = fuse(params, self, new.features_btj)
+        read_bt = layer_input(params, verifier_params, self, new.tokens_bt, carried_btd)
         positions_bt = length_b[:, None] + jnp.arange(length)
         k_btke, v_btke = layers.keys_values(params["layer"], self.layers, read_bt, rotary_table(self, positions_bt))
 
-        last_b1 = jnp.maximum(count_b - 1, 0)[:, None]
-        read_b1, carried_b1d = at_last(read_bt, count_b), at_last(carried_btd, count_b)
+        last_b1 = jnp.maximum(new.count_b - 1, 0)[:, None]
+        read_b1, carried_b1d = at_last(read_bt, new.count_b), at_last(carried_btd, new.count_b)
         seen_b1t = jnp.arange(length) <= last_b1[..., None]
         table = rotary_table(self, length_b[:, None] + last_b1)
 
         def attend(q_b1he: jax.Array) -> jax.Array:
-            return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
+            return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=new.attention)
 
         hidden_b1d = layer_output(params, self, read_b1, carried_b1d, table, attend)
-        return extended(state, ((k_btke, v_btke),), hidden_b1d, count_b)
+        return extended(state, ((k_btke, v_btke),), hidden_b1d, new.count_b)
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layer that continues below them."""

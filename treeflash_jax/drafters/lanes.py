@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Spec, is_spec
-from treeflash_jax.drafters import ngram
+from treeflash_jax.drafters.ngram_join import join_ngrams
 from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs
 from treeflash_jax.models import caches
 from treeflash_jax.models.caches import Cache
@@ -192,7 +192,7 @@ class LaneDrafter(Drafter):
     Attributes:
       layers: sizes of the network; `vocab_size` is the verifier's.
       children: number of likeliest next tokens kept below every token.
-      ngrams: number of matches of the text's last tokens whose continuations join the tree (`ngram.join`).
+      ngrams: number of matches of the text's last tokens whose continuations join the tree (`ngram_join`).
     """
 
     settings: ClassVar[tuple[str, ...]] = ("children", "depths", "ngrams")
@@ -232,4 +232,4 @@ class LaneDrafter(Drafter):
         context, first = inputs.state.context, step.offer(shared, inputs.state.hidden_bd[:, None], ())
         scratch = scratch_specs(context)
         lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
-        return ngram.join(lanes, inputs, self.ngrams)
+        return join_ngrams(lanes, inputs, self.ngrams)

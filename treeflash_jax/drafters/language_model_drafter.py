@@ -23,6 +23,7 @@ from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import (
     ContextState,
     Inputs,
+    NewPositions,
     draft_ids,
     listed_specs,
     require_fit,
@@ -85,26 +86,26 @@ class LanguageModelDrafter(LaneDrafter):
         shape = batch, 1, self.layers.intermediate_size
         return SteeredState(**vars(state), shifts=tuple(jnp.zeros(shape, dtype) for _ in self.layers.kinds))
 
-    def extend(
-        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> ContextState:
+    def extend(self, params: Params, verifier_params: Params, state: ContextState, new: NewPositions) -> ContextState:
         """Reads the next tokens of the text, from the prompt's first token on. Reads no weights of the verifier.
 
         With steering, features at the last position give the shifts for that position and for the next draft. Positions
         before it keep the shifts with which they were drafted. Prompts come without features and are not shifted.
         """
-        batch, length = tokens_bt.shape
-        if self.steering is not None and features_btj is not None:
-            new = steering.make_shifts(params["steering"], at_last(features_btj, count_b))
-            is_last_bt1 = (jnp.arange(length) == count_b[:, None] - 1)[..., None]
-            has_last_b11 = (count_b > 0)[:, None, None]
-            pairs = list(zip(new, state.shifts, strict=True))
+        batch, length = new.tokens_bt.shape
+        if self.steering is not None and new.features_btj is not None:
+            shifts = steering.make_shifts(params["steering"], at_last(new.features_btj, new.count_b))
+            is_last_bt1 = (jnp.arange(length) == new.count_b[:, None] - 1)[..., None]
+            has_last_b11 = (new.count_b > 0)[:, None, None]
+            pairs = list(zip(shifts, state.shifts, strict=True))
             params = steering.steer(params, [jnp.where(is_last_bt1, x_b1f, old_b1f) for x_b1f, old_b1f in pairs])
             state = state.replace(shifts=tuple(jnp.where(has_last_b11, x_b1f, old_b1f) for x_b1f, old_b1f in pairs))
         positions_bt = state.context.length_b[:, None] + jnp.arange(length)
         mask_btt = decoder.causal_mask(batch, length)
-        out = decoder.forward(params, self.layers, tokens_bt, positions_bt, mask_btt, state.context, attention=attention)
-        return extended(state, out.new, at_last(out.hidden_btd, count_b), count_b)
+        out = decoder.forward(
+            params, self.layers, new.tokens_bt, positions_bt, mask_btt, state.context, attention=new.attention
+        )
+        return extended(state, out.new, at_last(out.hidden_btd, new.count_b), new.count_b)
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the model that continues below them."""

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, draft_ids, listed_specs, require_sizes
+from treeflash_jax.drafters.protocol import ContextState, Inputs, NewPositions, draft_ids, listed_specs, require_sizes
 from treeflash_jax.models import decoder, layers, quantized, vocab
 from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
@@ -74,17 +74,17 @@ class MtpDrafter(LaneDrafter):
         tree = {"fc": fc, "embed_norm": norm, "hidden_norm": norm, "groups": model["groups"], "norm": model["norm"]}
         return tree | listed_specs(self.draft_vocab_size, width)
 
-    def extend(
-        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> ContextState:
+    def extend(self, params: Params, verifier_params: Params, state: ContextState, new: NewPositions) -> ContextState:
         """Adds committed positions."""
-        batch, length = tokens_bt.shape
-        hidden_btd = layers.norm(self.layers, features_btj, verifier_params["norm"])
+        batch, length = new.tokens_bt.shape
+        hidden_btd = layers.norm(self.layers, new.features_btj, verifier_params["norm"])
         positions_bt = state.context.length_b[:, None] + jnp.arange(length)
         mask_btt = decoder.causal_mask(batch, length)
-        x_btd = layer_input(params, verifier_params, self, tokens_bt, hidden_btd)
-        out = decoder.through_layers(params, self.layers, x_btd, positions_bt, mask_btt, state.context, attention=attention)
-        return extended(state, out.new, at_last(out.hidden_btd, count_b), count_b)
+        x_btd = layer_input(params, verifier_params, self, new.tokens_bt, hidden_btd)
+        out = decoder.through_layers(
+            params, self.layers, x_btd, positions_bt, mask_btt, state.context, attention=new.attention
+        )
+        return extended(state, out.new, at_last(out.hidden_btd, new.count_b), new.count_b)
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layer that continues below them."""

@@ -65,6 +65,23 @@ class ContextState(State):
 
 
 @dataclass(frozen=True)
+class NewPositions:
+    """Committed positions that are not in a drafter's state yet.
+
+    Attributes:
+      features_btj: verifier features at these positions; None in a prompt if the drafter `reads_prompt`.
+      tokens_bt: the token that follows each position.
+      count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.
+      attention: name of the attention implementation, as in `Inputs`; ignored by drafters without a network.
+    """
+
+    features_btj: jax.Array | None
+    tokens_bt: jax.Array
+    count_b: jax.Array
+    attention: str = "xla"
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Inputs of a draft.
 
@@ -162,25 +179,11 @@ class Drafter(ABC):
         """Returns the empty state, with room for `capacity` positions."""
 
     @abstractmethod
-    def extend(
-        self,
-        params: Params,
-        verifier_params: Params,
-        state: State,
-        features_btj: jax.Array | None,
-        tokens_bt: jax.Array,
-        count_b: jax.Array,
-        *,
-        attention: str,
-    ) -> State:
+    def extend(self, params: Params, verifier_params: Params, state: State, new: NewPositions) -> State:
         """Adds the next committed positions to the state.
 
         Args:
           params, verifier_params: weights of the drafter and of the verifier.
-          features_btj: verifier features at the positions after the state's.
-          tokens_bt: the token that follows each of these positions.
-          count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.
-          attention: name of the attention implementation; ignored by drafters without a network.
         """
 
     @abstractmethod

@@ -88,6 +88,11 @@ def layer_input_specs(config: ModelConfig) -> dict[str, Spec]:
     }
 
 
+def each_layer(params: Params) -> list[Any]:
+    """Returns the weights of each layer, or their specs; both are nested in groups of equal layers."""
+    return list(chain(*params["groups"]))
+
+
 def merge(params: Params, config: ModelConfig, mesh: Mesh | None = None) -> None:
     """Joins maps of the same input into one array, in place, unless they are quantised in different ways.
 
@@ -100,7 +105,7 @@ def merge(params: Params, config: ModelConfig, mesh: Mesh | None = None) -> None
 
     can_merge = _can_merge(config, mesh)
     with sharding.ambient(mesh):
-        for weights, name in zip(chain(*params["groups"]), config.kinds, strict=True):
+        for weights, name in zip(each_layer(params), config.kinds, strict=True):
             if can_merge[name]:
                 join(weights, KINDS[name].merged, partial(KINDS[name].merge, config=config.of_kind(name)))
             if all(can_merge.values()):
@@ -182,8 +187,8 @@ def through_layers(
     Args:
       inputs_lbtp: result of `layer_inputs`; None: layers have no additional inputs.
     """
-    split = [chain(*specs(config, is_merged=is_merged)["groups"]) for is_merged in (False, True)]
-    all_weights = list(map(quantized.with_partitions, chain(*params["groups"]), *split))
+    split = [each_layer(specs(config, is_merged=is_merged)) for is_merged in (False, True)]
+    all_weights = list(map(quantized.with_partitions, each_layer(params), *split))
     length_b, states = (None, None) if cache is None else (cache.length_b, cache.layers)
     inputs = {}
     for kind in dict.fromkeys(config.kinds):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Params, Spec
-from treeflash_jax.models import kv_cache, layers, quantized
+from treeflash_jax.models import decoder, kv_cache, layers, quantized
 from treeflash_jax.models.config import ModelConfig
 
 CONVOLVED = ("attention", "mlp")
@@ -59,7 +59,7 @@ def context_kv(params: Params, sizes: ModelConfig, features_btj: jax.Array, posi
     """Returns keys and values [b, t, k, e] of the context at these positions, per layer."""
     table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
     fused_btd = fuse(params, sizes, features_btj)
-    return tuple(layers.keys_values(weights, sizes, fused_btd, table) for group in params["groups"] for weights in group)
+    return tuple(layers.keys_values(weights, sizes, fused_btd, table) for weights in decoder.each_layer(params))
 
 
 def through_layers(
@@ -90,7 +90,7 @@ def through_layers(
             x_btd = x_btd + convolved(weights, name, normed_btd, run)
         return sharding.constrain(x_btd, ("batch", None, None))
 
-    for weights, seen in zip((weights for group in params["groups"] for weights in group), context, strict=True):
+    for weights, seen in zip(decoder.each_layer(params), context, strict=True):
         x_btd = layer(weights, x_btd, seen)
     return x_btd
 

@@ -22,10 +22,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.drafters import ngram, protocol
+from treeflash_jax.core.parameters import Params
+from treeflash_jax.drafters import protocol
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, Block, Unembed
-from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs, draft_ids, listed_specs
+from treeflash_jax.drafters.ngram_join import join_ngrams
+from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs, NewPositions, draft_ids, listed_specs
 from treeflash_jax.models import caches, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.backend.indexing import at_last
@@ -65,7 +67,7 @@ class BlockDrafter(Drafter):
       children: number of likeliest next tokens kept after each of them (K).
       shortlist: number of likeliest marginal tokens per depth. The second stage of a conditional head scores these tokens
         of all depths together. 0: it scores the whole vocabulary.
-      ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram.join`).
+      ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram_join`).
       verifier: name of the verifier that it was trained for, and its classes in transformers; () if unknown.
       thinking: whether it was trained on answers with thinking; None: unknown.
     """
@@ -191,17 +193,15 @@ class BlockDrafter(Drafter):
         hidden_bd = jnp.zeros((batch, self.layers.hidden_size), dtype) if HEADS[self.head].reads_context else None
         return ContextState(context, hidden_bd)
 
-    def extend(
-        self, params, verifier_params, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
-    ) -> ContextState:
+    def extend(self, params: Params, verifier_params: Params, state: ContextState, new: NewPositions) -> ContextState:
         """Adds features of new committed positions to the context. Keeps the last fused feature if a head reads it."""
-        positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
-        new = backbone.context_kv(params["backbone"], self.layers, features_btj, positions_bt)
+        positions_bt = state.context.length_b[:, None] + jnp.arange(new.features_btj.shape[1])
+        kv = backbone.context_kv(params["backbone"], self.layers, new.features_btj, positions_bt)
         hidden_bd = state.hidden_bd
         if hidden_bd is not None:
-            fused_b1d = backbone.fuse(params["backbone"], self.layers, at_last(features_btj, count_b))
-            hidden_bd = jnp.where((count_b > 0)[:, None], fused_b1d[:, 0], hidden_bd).astype(hidden_bd.dtype)
-        return ContextState(caches.commit(state.context, new, count_b), hidden_bd)
+            fused_b1d = backbone.fuse(params["backbone"], self.layers, at_last(new.features_btj, new.count_b))
+            hidden_bd = jnp.where((new.count_b > 0)[:, None], fused_b1d[:, 0], hidden_bd).astype(hidden_bd.dtype)
+        return ContextState(caches.commit(state.context, kv, new.count_b), hidden_bd)
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns next-token distributions at every depth, given the tokens before. `ngrams` above 0 adds n-grams."""
@@ -214,7 +214,7 @@ class BlockDrafter(Drafter):
         with jax.named_scope("expand"):
             block = Block(hidden_bid, inputs.anchor_b, inputs.temperature_b, inputs.state.hidden_bd)
             expander = HEADS[self.head].expand(inputs.params["head"], unembed, block, self)
-            return ngram.join(expander, inputs, self.ngrams)
+            return join_ngrams(expander, inputs, self.ngrams)
 
     def draft_block(self, inputs: Inputs) -> jax.Array:
         """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 is the anchor's."""

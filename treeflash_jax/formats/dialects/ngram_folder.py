@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.drafters.ngram import NgramDrafter
+from treeflash_jax.drafters.ngram_drafter import NgramDrafter
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor

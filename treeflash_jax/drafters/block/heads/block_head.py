@@ -6,7 +6,7 @@ tokens, z listed tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import struct
 from treeflash_jax.core.parameters import Entry, Params
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.layers import rms_norm
 from treeflash_jax.trees import Expander, TransitionTable
 
@@ -75,6 +76,20 @@ class Block:
     context_bd: jax.Array | None = None
 
 
+class DrafterSizes(Protocol):
+    """The attributes of a `BlockDrafter` that heads read; `BlockDrafter` describes them."""
+
+    layers: ModelConfig
+    num_depths: int
+    head_rank: int
+    head_sizes: Any
+    draft_vocab_size: int
+    owns_vocabulary: bool
+    candidates: int
+    children: int
+    shortlist: int
+
+
 class Head(ABC):
     """A head of block drafters. It makes a drafted token depend on the tokens before it.
 
@@ -99,12 +114,12 @@ class Head(ABC):
         """True if the head has `logits`."""
         return type(self).logits is not Head.logits
 
-    def sizes(self, drafter: Any) -> Any:
+    def sizes(self, drafter: DrafterSizes) -> Any:
         """Returns `drafter.head_sizes` or the default sizes, a frozen dataclass; None for a head without further sizes."""
         return None
 
     @abstractmethod
-    def specs(self, drafter: Any) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         """Returns a `parameters.Spec` for each weight.
 
         If a head is to be trained, its fresh weights should draft from the block's marginals.
@@ -114,7 +129,7 @@ class Head(ABC):
         """
 
     @abstractmethod
-    def expand(self, params: Params, unembed: Unembed, block: Block, drafter: Any) -> Expander:
+    def expand(self, params: Params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> Expander:
         """Returns the continuations from which trees are built: a `TransitionTable`, or a network that runs once per level.
 
         Args:
@@ -122,7 +137,7 @@ class Head(ABC):
         """
 
     def logits(
-        self, params: Params, unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array, drafter: Any
+        self, params: Params, unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array, drafter: DrafterSizes
     ) -> jax.Array:
         """Returns next-token logits [b, m, v] of block slots, given the token before each; for training.
 
@@ -131,12 +146,12 @@ class Head(ABC):
         raise NotImplementedError
 
 
-def head_rank(drafter: Any) -> int:
+def head_rank(drafter: DrafterSizes) -> int:
     """Returns the rank of a low-rank head, at most the drafter's width."""
     return min(drafter.head_rank, drafter.layers.hidden_size)
 
 
-def scored_size(drafter: Any) -> int:
+def scored_size(drafter: DrafterSizes) -> int:
     """Returns the number of tokens in the tables that `Head.scored` names."""
     return drafter.draft_vocab_size if drafter.owns_vocabulary else drafter.layers.vocab_size
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads.block_head import Unembed, head_rank
+from treeflash_jax.drafters.block.heads.block_head import DrafterSizes, Unembed, head_rank
 from treeflash_jax.drafters.block.heads.lowrank import LowRankHead, table_specs
 from treeflash_jax.models import vocab
 from treeflash_jax.models.quantized import product
@@ -41,21 +41,21 @@ class CandidateSelectorHead(LowRankHead):
 
     trains_candidates = True
 
-    def sizes(self, drafter) -> CandidateSelectorSizes:
+    def sizes(self, drafter: DrafterSizes) -> CandidateSelectorSizes:
         return drafter.head_sizes or CandidateSelectorSizes()
 
-    def specs(self, drafter) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         hidden = Spec((drafter.layers.hidden_size, head_rank(drafter)), (None, None), inputs=(0,), outputs=(1,))
         return table_specs(drafter) | {"hidden": hidden}
 
     def vectors(self, params, before, normed) -> jax.Array:
         return before * product("...d,dk->...k", normed, params["hidden"])
 
-    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
+    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter: DrafterSizes) -> jax.Array:
         marginal_bmv = lax.stop_gradient(unembed.logits(unembed.normed(hidden_bmd)))
         likely_bmk, _ = vocab.top_k(marginal_bmv, self.sizes(drafter).top_k)
         corrected_bmv = super().logits(params, unembed, previous_bm, hidden_bmd, drafter)
         return jnp.where(marginal_bmv >= likely_bmk[..., -1:], corrected_bmv, -jnp.inf)
 
-    def count_listed(self, drafter) -> int:
+    def count_listed(self, drafter: DrafterSizes) -> int:
         return min(super().count_listed(drafter), self.sizes(drafter).top_k)

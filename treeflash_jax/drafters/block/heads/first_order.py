@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params
-from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, mass_elsewhere
+from treeflash_jax.drafters.block.heads.block_head import Block, DrafterSizes, Head, Unembed, mass_elsewhere
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import indexing, selection
 from treeflash_jax.trees import TransitionTable
@@ -44,12 +44,12 @@ class FirstOrderHead(Head):
           normed_bqd: hidden states after the drafter's final norm.
         """
 
-    def logits(self, params, unembed: Unembed, previous_bx, hidden_bxd, drafter) -> jax.Array:
+    def logits(self, params, unembed: Unembed, previous_bx, hidden_bxd, drafter: DrafterSizes) -> jax.Array:
         embedding_bxd, normed_bxd = unembed.embed(previous_bx), unembed.normed(hidden_bxd)
         corrected_bxd = self.correct(params, embedding_bxd, lambda slots: slots, hidden_bxd, normed_bxd)
         return unembed.logits(unembed.normed(corrected_bxd))
 
-    def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
+    def expand(self, params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
         """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
 
         Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth. Depth 0 has only

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads.block_head import head_rank, scored_size
+from treeflash_jax.drafters.block.heads.block_head import DrafterSizes, head_rank, scored_size
 from treeflash_jax.drafters.block.heads.path_head import PathHead
 from treeflash_jax.models.quantized import product
 
@@ -40,10 +40,10 @@ class GruHead(PathHead):
     }
     scored = ("out",)
 
-    def sizes(self, drafter) -> GruSizes:
+    def sizes(self, drafter: DrafterSizes) -> GruSizes:
         return drafter.head_sizes or GruSizes(min(1024, drafter.layers.hidden_size))
 
-    def specs(self, drafter) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         d, width, rank = drafter.layers.hidden_size, self.state_size(drafter), head_rank(drafter)
         return {
             "gru_in": Spec((d, 3, width), ("embed", None, None), inputs=(0,), outputs=(1, 2)),
@@ -52,10 +52,10 @@ class GruHead(PathHead):
             "out": Spec((scored_size(drafter), rank), ("vocab", None), "zeros", inputs=(1,)),
         }
 
-    def prefix(self, drafter) -> int:
+    def prefix(self, drafter: DrafterSizes) -> int:
         return self.sizes(drafter).prefix
 
-    def state_size(self, drafter) -> int:
+    def state_size(self, drafter: DrafterSizes) -> int:
         return self.sizes(drafter).width
 
     def step(self, params, unembed, state, token, normed) -> tuple[jax.Array, jax.Array]:

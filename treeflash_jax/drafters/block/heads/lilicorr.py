@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed, candidate_table
+from treeflash_jax.drafters.block.heads.block_head import Block, DrafterSizes, Head, Unembed, candidate_table
 from treeflash_jax.models import vocab
 from treeflash_jax.models.layers import layer_norm, rms_norm
 from treeflash_jax.models.quantized import product
@@ -78,10 +78,10 @@ class LiLiCorrHead(Head):
     }
     reads_context = True
 
-    def sizes(self, drafter) -> LiLiCorrSizes:
+    def sizes(self, drafter: DrafterSizes) -> LiLiCorrSizes:
         return drafter.head_sizes or LiLiCorrSizes(drafter.layers.hidden_size)
 
-    def specs(self, drafter) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         """Returns the specs. The weights of all layers are stacked."""
         sizes, d, slots = self.sizes(drafter), drafter.layers.hidden_size, drafter.num_depths
         y, h, f = sizes.num_layers, sizes.width, sizes.factor_dim
@@ -103,7 +103,7 @@ class LiLiCorrHead(Head):
         biases["feature_norm_bias"] = (FEATURES,)
         return specs(maps, "normal") | specs(biases, "zeros") | specs(norms, "ones") | specs(others, "zeros")
 
-    def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
+    def expand(self, params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
         sizes, normed_bid = self.sizes(drafter), unembed.normed(block.hidden_bid)
         logits_biv = unembed.logits(normed_bid)
         values_bik, ids_bik = vocab.top_k(logits_biv, sizes.top_k)
@@ -118,7 +118,9 @@ class LiLiCorrHead(Head):
         log_probs_bikk = jax.nn.log_softmax(scale_b[:, None, None, None] * cosines_bikk, axis=-1)
         return candidate_table(tokens_bik, log_probs_bikk[:, :, : drafter.candidates], drafter.children)
 
-    def factors(self, params, unembed: Unembed, tokens_bik, log_probs_bik, normed_bid, block: Block, drafter) -> Any:
+    def factors(
+        self, params, unembed: Unembed, tokens_bik, log_probs_bik, normed_bid, block: Block, drafter: DrafterSizes
+    ) -> Any:
         """Returns factors of unit length: out and in of every candidate, [b, i, k, f] each, and the anchor's, [b, f]."""
         sizes, eps = self.sizes(drafter), unembed.eps
         slots, num_candidates = tokens_bik.shape[1:]

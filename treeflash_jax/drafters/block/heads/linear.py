@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax
 
 from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.drafters.block.heads.block_head import DrafterSizes
 from treeflash_jax.drafters.block.heads.first_order import FirstOrderHead
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
 from treeflash_jax.models.layers import rms_norm
@@ -26,7 +27,7 @@ class LinearHead(FirstOrderHead):
         "hidden": Entry("ar_approximation.linear.weight", order=(1, 0), row_axes=1, part=(1, 2)),
     }
 
-    def specs(self, drafter) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         d = drafter.layers.hidden_size
         half = Spec((d, d), ("embed", None), "zeros", inputs=(0,), outputs=(1,))
         return {"norm": Spec((d,), (None,), "ones"), "token": half, "hidden": half}

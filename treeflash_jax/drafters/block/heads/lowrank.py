@@ -25,6 +25,7 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Entry, Params, Spec
 from treeflash_jax.drafters.block.heads.block_head import (
     Block,
+    DrafterSizes,
     Head,
     Unembed,
     candidate_table,
@@ -43,7 +44,7 @@ TABLES = {
 }
 
 
-def table_specs(drafter: Any) -> dict[str, Spec]:
+def table_specs(drafter: DrafterSizes) -> dict[str, Spec]:
     """Returns the specs of W1 and W2."""
     rank = head_rank(drafter)
     previous = Spec((drafter.layers.vocab_size, rank), ("vocab", None), inputs=(1,))
@@ -55,24 +56,24 @@ class LowRankHead(Head):
     entries: ClassVar[dict[str, Entry]] = TABLES
     scored = ("following",)
 
-    def specs(self, drafter) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         return table_specs(drafter)
 
     def vectors(self, params: Params, before: jax.Array, normed: jax.Array) -> jax.Array:
         """Returns u [..., k] from W1[a] [..., k] and the slots' hidden states after the final norm [..., d]."""
         return before
 
-    def count_listed(self, drafter: Any) -> int:
+    def count_listed(self, drafter: DrafterSizes) -> int:
         """Returns the number of tokens to score per depth, the likeliest of its marginal."""
         return max(drafter.candidates, drafter.children, drafter.shortlist)
 
-    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
+    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter: DrafterSizes) -> jax.Array:
         normed_bmd = unembed.normed(hidden_bmd)
         vectors_bmk = self.vectors(params, vocab.embed(params["previous"], previous_bm), normed_bmd)
         marginal_bmv = unembed.logits(normed_bmd)
         return marginal_bmv + vocab.unembed(params["following"], vectors_bmk).astype(marginal_bmv.dtype)
 
-    def expand(self, params, unembed: Unembed, block: Block, drafter) -> TransitionTable:
+    def expand(self, params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
         """Returns the transition table [b, i, m, c] of q(token | previous token).
 
         Children are among the likeliest marginal tokens of their depth. Tokens off that list keep their marginal mass.
@@ -111,7 +112,7 @@ class GatedLowRankHead(LowRankHead):
         "gate_bias": Entry("markov_head.gate_proj.bias"),
     }
 
-    def specs(self, drafter) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         width, rank = drafter.layers.hidden_size, head_rank(drafter)
         gate = Spec((width + rank, rank), (None, None), inputs=(0,), outputs=(1,))
         return table_specs(drafter) | {"gate": gate, "gate_bias": Spec((rank,), (None,), "zeros")}
@@ -130,12 +131,12 @@ class RnnLowRankHead(PathHead):
     }
     scored = ("following",)
 
-    def specs(self, drafter) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         width, rank = drafter.layers.hidden_size, head_rank(drafter)
         joint = Spec((2 * rank + width, 3, rank), (None, None, None), inputs=(0,), outputs=(1, 2))
         return table_specs(drafter) | {"joint": joint, "joint_bias": Spec((3, rank), (None, None), "zeros")}
 
-    def state_size(self, drafter) -> int:
+    def state_size(self, drafter: DrafterSizes) -> int:
         return head_rank(drafter)
 
     def step(self, params, unembed, state, token, normed) -> tuple[jax.Array, jax.Array]:

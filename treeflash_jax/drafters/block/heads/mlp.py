@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import jax
 
 from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.drafters.block.heads.block_head import DrafterSizes
 from treeflash_jax.drafters.block.heads.first_order import FirstOrderHead
 from treeflash_jax.models.layers import rms_norm
 from treeflash_jax.models.quantized import product
@@ -32,7 +33,7 @@ class MlpHead(FirstOrderHead):
         "down": Entry("ar_approximation.d.weight", order=(1, 0), row_axes=1),
     }
 
-    def specs(self, drafter) -> dict[str, Any]:
+    def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         d, f = drafter.layers.hidden_size, drafter.layers.intermediate_size
         half = Spec((d, 2, f), ("embed", None, "ffn"), inputs=(0,), outputs=(1, 2))
         return {

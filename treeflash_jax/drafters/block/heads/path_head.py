@@ -23,7 +23,7 @@ from jax import lax
 
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params
-from treeflash_jax.drafters.block.heads.block_head import Block, Head, Unembed
+from treeflash_jax.drafters.block.heads.block_head import Block, DrafterSizes, Head, Unembed
 from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
@@ -34,12 +34,12 @@ class PathHead(Head):
 
     lanes = 16
 
-    def prefix(self, drafter: Any) -> int:
+    def prefix(self, drafter: DrafterSizes) -> int:
         """Returns the number of leading depths that draft from the marginals."""
         return 0
 
     @abstractmethod
-    def state_size(self, drafter: Any) -> int:
+    def state_size(self, drafter: DrafterSizes) -> int:
         """Returns the size of the state. The state is 0 before the anchor."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class PathHead(Head):
           normed: hidden state, after the final norm, of the slot that predicts this depth; can be broadcast to [..., d].
         """
 
-    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter) -> jax.Array:
+    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter: DrafterSizes) -> jax.Array:
         depths = drafter.num_depths
         normed_bmd = unembed.normed(hidden_bmd)
         marginal_bmv = unembed.logits(normed_bmd)
@@ -72,7 +72,7 @@ class PathHead(Head):
         vectors_bmk = jnp.moveaxis(vectors_ibnk, 0, 2).reshape(*previous_bm.shape, -1)
         return marginal_bmv + vocab.unembed(params[self.scored[0]], vectors_bmk).astype(marginal_bmv.dtype)
 
-    def expand(self, params, unembed: Unembed, block: Block, drafter) -> LaneExpander:
+    def expand(self, params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> LaneExpander:
         """Returns the children of the anchor, and the recurrent network that continues below them."""
         listed = min(max(drafter.candidates, drafter.children, drafter.shortlist), unembed.unembed_vd.shape[0])
         normed_bid = unembed.normed(block.hidden_bid)
@@ -104,7 +104,7 @@ class PathStep:
     """The `lanes.Step` of a head. Each lane carries the state of its path."""
 
     head: PathHead
-    drafter: Any
+    drafter: DrafterSizes
 
     def __call__(self, shared: Any, level: Level) -> LaneState:
         return self.offer(shared, level.position_bw[0, 0] + 1, level.carry, level.token_bw)
