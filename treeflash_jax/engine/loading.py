@@ -211,7 +211,7 @@ def _available_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def choose_verifier(name: str | None) -> str:
+def verifier_for_command(name: str | None) -> str:
     """Returns the name of the verifier. None: smollm2, or tiny with a printed note if smollm2 is not on this machine."""
     if name is None and (name := pairs.default_verifier()) == "tiny":
         why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
@@ -219,6 +219,6 @@ def choose_verifier(name: str | None) -> str:
     return name
 
 
-def load_model(verifier: str | None = None, **options: Unpack[LoadOptions]) -> TreeFlash:
-    """Loads a model like `load`, by default the verifier that `choose_verifier` chooses."""
-    return load(verifier=choose_verifier(verifier), **options)
+def load_for_command(verifier: str | None = None, **options: Unpack[LoadOptions]) -> TreeFlash:
+    """Loads a model like `load`, by default the verifier that `verifier_for_command` chooses."""
+    return load(verifier=verifier_for_command(verifier), **options)
