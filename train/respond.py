@@ -91,11 +91,11 @@ def main(settings: RespondConfig) -> None:
     out = files.absolute(settings.out)
     with hosts.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
         answers.check_settings(settings, out, FREE)
-        model = load_model(settings)
+        model = load_answering_model(settings)
         answer(settings, model, collect_prompts(settings, model), out)
 
 
-def load_model(settings: RespondConfig) -> TreeFlash:
+def load_answering_model(settings: RespondConfig) -> TreeFlash:
     """Loads the verifier and the drafter, if any, on the devices of this replica."""
     expect(settings.mesh.fsdp == 1, "mesh.fsdp", settings.mesh.fsdp, "1: answers are made over data and model")
     mesh = hosts.make_mesh(settings.mesh, jax.local_devices() if settings.replicas == "host" else jax.devices())

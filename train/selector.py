@@ -67,7 +67,7 @@ class TreeSelectorStage(respond.RespondConfig):
 
 def main(settings: TreeSelectorStage) -> None:
     with files.filled(files.absolute(settings.out) / "model", overwrite=True) as folder:
-        model = respond.load_model(settings)
+        model = respond.load_answering_model(settings)
         pair = digest_pair(model.verifier, model.drafter)
         config = TreeSelectorConfig(trees=settings.trees, rule=settings.acceptance, pair=pair)
         plan = model.plan(GenerateConfig(builder="delayed", acceptance=config.rule, nodes=config.num_nodes))

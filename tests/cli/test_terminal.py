@@ -34,7 +34,7 @@ def printed(request, capsys, monkeypatch):
 
 @pytest.mark.parametrize("prompts", [["a"], ["a", "--samples", "2"]], ids=["streamed", "at once"])
 def test_answers(printed, tiny, monkeypatch, prompts):
-    monkeypatch.setattr(commands, "load_model", lambda **_: tiny)
+    monkeypatch.setattr(commands, "load_for_command", lambda **_: tiny)
     monkeypatch.setattr(tiny, "stream", lambda *_, **__: [tf.Chunk(ids=[1], text=f"{RAW}\t", rounds=0), ANSWER])
     monkeypatch.setattr(tiny, "generate", lambda *_, **__: [replace(ANSWER, text=f"{RAW}\t")])
     text, expected = printed(lambda: main(["generate", *prompts]))

@@ -20,8 +20,7 @@ from treeflash_jax.formats import model_files
 
 
 def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
-    for name in ("load_verifier", "load_drafter"):
-        monkeypatch.setattr(model_files, name, lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(model_files.ModelFiles, "load", lambda *_, **__: pytest.fail("weights were read"))
     configs = model_files.read_verifier_config(PAIR / "verifier"), model_files.read_drafter_config(PAIR / "drafter")
     needs = footprint(*configs, dtype=jnp.float32)
     monkeypatch.setattr(loading, "usable_memory", lambda mesh: needs.total - 1)

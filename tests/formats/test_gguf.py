@@ -83,8 +83,8 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kinds):
         kept = model_files.load_verifier(path, quantize="int4")[1]
         assert quantized.quantization_scheme(kept) in ("int8", "int4")
         assert_same(expand_kept(kept, jnp.float32), expected)
-        counted = count_bytes(model_files.find_specs(path, dtype=jnp.float32, quantize="int4"), jnp.float32)
-        assert counted == device_bytes(kept) > 0, "before loading"
+        specs = model_files.open_files(path, "verifier").find_specs(dtype=jnp.float32, quantize="int4")
+        assert count_bytes(specs, jnp.float32) == device_bytes(kept) > 0, "before loading"
 
 
 @needs_8_devices
@@ -94,7 +94,7 @@ def test_a_mesh_has_whole_groups_of_super_blocks(tmp_path):
     path = write_random_blocks(tmp_path, config, "Q4_K Q6_K")
     kept = model_files.load_verifier(path, quantize="int4", mesh=mesh)[1]
     assert_same(expand_kept(jax.device_get(kept), jnp.float32), model_files.load_verifier(tmp_path)[1])
-    specs = model_files.find_specs(path, dtype=jnp.float32, mesh=mesh, quantize="int4")
+    specs = model_files.open_files(path, "verifier").find_specs(dtype=jnp.float32, mesh=mesh, quantize="int4")
     assert count_bytes(specs, jnp.float32, mesh) == device_bytes(kept)
     outer = kept["groups"][0][0]["down"].outer
     assert outer.shape[-1] == 8 and outer.addressable_shards[0].data.shape[-1] == 1

@@ -138,7 +138,7 @@ def test_verifiers_are_the_dense_ones_expanded(form, tmp_path, monkeypatch):
     assert_same(model_files.load_verifier(folder), model_files.load_verifier(dense))
     narrow = partial(model_files.load_verifier, dtype=jnp.bfloat16)
     assert_same(narrow(folder), narrow(dense))
-    assert [model_files.stored_scheme(place) for place in (folder, dense)] == ["int4", None]
+    assert [model_files.open_files(place, "verifier").stored_scheme() for place in (folder, dense)] == ["int4", None]
 
 
 def test_a_language_model_that_drafts(tmp_path):
@@ -229,7 +229,7 @@ def test_formats_may_be_mixed(tmp_path):
     change(folder, {f"{DOWN}.weight": values, f"{DOWN}.weight_scale": scales})
     change(dense, {f"{UP}.weight": meant, f"{DOWN}.weight": np.full((64, 128), 0.5, np.float32)})
     assert_same(model_files.load_verifier(folder), model_files.load_verifier(dense))
-    assert model_files.stored_scheme(folder) == "int4"
+    assert model_files.open_files(folder, "verifier").stored_scheme() == "int4"
 
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group"}

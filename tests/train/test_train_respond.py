@@ -49,7 +49,7 @@ def model(tiny, monkeypatch):
 
     monkeypatch.setattr(tiny, "generate_each", noted)
     monkeypatch.setattr(tiny, "calls", [], raising=False)
-    monkeypatch.setattr(respond, "load_model", lambda settings: tiny)
+    monkeypatch.setattr(respond, "load_answering_model", lambda settings: tiny)
     return tiny
 
 
@@ -70,7 +70,7 @@ def whole(tiny, questions, tmp_path_factory) -> bytes:
     """What an uninterrupted run writes, in batches of other sizes."""
     out = tmp_path_factory.mktemp("whole") / "answers.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(respond, "load_model", lambda settings: tiny)
+        patch.setattr(respond, "load_answering_model", lambda settings: tiny)
         respond.main(RespondConfig(verifier="tiny", sources=(questions,), out=str(out), batch=7, **ASKED))
     return out.read_bytes()
 
@@ -263,18 +263,18 @@ def test_models_that_cannot_be_loaded_are_named(settings):
     no_fsdp, too_many = ({"mesh": MeshConfig(**sizes)} for sizes in ({"fsdp": 2}, {"data": 64}))
     cases = ((no_fsdp, "got mesh.fsdp 2, expected 1"), (too_many, "a product of at most"), ({"verifier": "/no"}, "/no"))
     for changed, message in cases:
-        refused(partial(respond.load_model, replace(settings, **changed)), message)
+        refused(partial(respond.load_answering_model, replace(settings, **changed)), message)
 
 
 def test_a_layer_in_the_verifiers_files_is_a_drafter_only_if_it_is_named(settings):
     asked = replace(settings, verifier=str(DATA / "hybrid" / "qwen3_5"))
-    assert respond.load_model(asked).drafter is None
-    assert respond.load_model(replace(asked, drafter="mtp")).drafter.kind == "mtp"
+    assert respond.load_answering_model(asked).drafter is None
+    assert respond.load_answering_model(replace(asked, drafter="mtp")).drafter.kind == "mtp"
 
 
 def test_the_template_is_asked_and_stays_with_the_answers(settings):
     thinking, out = replace(settings, thinking=True, template={"effort": "high"}), Path(settings.out)
-    assert respond.load_model(thinking).tokenizer.template == {"enable_thinking": True, "effort": "high"}
+    assert respond.load_answering_model(thinking).tokenizer.template == {"enable_thinking": True, "effort": "high"}
     assert answers.read_thinking(settings.out) is None
     out.parent.mkdir()
     answers.save_settings(thinking, out)

@@ -25,7 +25,7 @@ from treeflash_jax.bench.prompt_sets import BUNDLED, BenchPrompt, choose_prompts
 from treeflash_jax.core import files
 from treeflash_jax.core.settings import add_options, coerce_field, field_names, option_values, setting
 from treeflash_jax.engine.call.prompts import parse_ids
-from treeflash_jax.engine.loading import choose_verifier, load_model
+from treeflash_jax.engine.loading import load_for_command, verifier_for_command
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
@@ -163,7 +163,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     With several drafters, a system's name ends with its drafter. A drafter gets only the options that it knows. It gets no
     system whose name requires an option that it does not know.
     """
-    verifier = choose_verifier(arguments.verifier)
+    verifier = verifier_for_command(arguments.verifier)
     words = arguments.drafter or [pairs.default_drafter(verifier, pairs.locate(verifier))]
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
     if len(labels) < len(words) or pairs.NO_DRAFTER in labels.values():
@@ -172,7 +172,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     shared = {key: value for key, value in option_values(arguments, GenerateConfig).items() if key not in listed}
     systems: dict[str, System] = {}
     for label, drafter in labels.items():
-        model = load_model(**option_values(arguments, ModelOptions) | {"verifier": verifier, "drafter": drafter})
+        model = load_for_command(**option_values(arguments, ModelOptions) | {"verifier": verifier, "drafter": drafter})
         for other in systems.values():  # all share one copy of the verifier
             model.weights = model.weights.replace(verifier=other.model.weights.verifier)
         missing = known - {*model.drafter.settings}

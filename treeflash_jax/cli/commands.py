@@ -37,7 +37,7 @@ from treeflash_jax.core.settings import add_options, field_names, option_values
 from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.prompts import Prompt
-from treeflash_jax.engine.loading import load_model
+from treeflash_jax.engine.loading import load_for_command
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
@@ -146,7 +146,7 @@ PRINTED += ["log_probs", "top_log_probs", "expected_lengths"]  # printed for ans
 
 def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
-    model = load_model(**option_values(arguments, ModelOptions))
+    model = load_for_command(**option_values(arguments, ModelOptions))
     if arguments.json:
         results = model.generate(prompts, **settings)
         for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
@@ -201,7 +201,7 @@ def _print_note(text: str) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    model = load_model(**option_values(arguments, ModelOptions))
+    model = load_for_command(**option_values(arguments, ModelOptions))
     converse(model, Console(), arguments.system, **option_values(arguments, GenerateConfig))
     return 0
 
@@ -212,13 +212,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"got no package {error.name}, expected those of `pip install '.[serve]'` in a clone") from None
     options = ServeOptions(**option_values(arguments, ServeOptions))
-    model = load_model(**option_values(arguments, ModelOptions))
+    model = load_for_command(**option_values(arguments, ModelOptions))
     return serve(model, GenerateConfig(**option_values(arguments, GenerateConfig)), options)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
-    model = load_model(**option_values(arguments, ModelOptions))
+    model = load_for_command(**option_values(arguments, ModelOptions))
     comparisons = compare_decodings(model, prompts, **settings)
     verdicts = Counter(comparison.verdict for comparison in comparisons)
     if arguments.json:

@@ -30,8 +30,8 @@ from treeflash_jax.engine.settings.defaults import (
 from treeflash_jax.engine.settings.keywords import LoadOptions
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.formats import draft_vocabulary, kept_weights, model_files
+from treeflash_jax.formats.model_files import ModelFiles, open_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
-from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.decoder import merge
 from treeflash_jax.models.quantized import NONE
 
@@ -92,7 +92,7 @@ def load(verifier: str | Path, **options: Unpack[LoadOptions]) -> TreeFlash:
     mesh = sharding.make_mesh(**sharding.parse_sizes(chosen.mesh)) if isinstance(chosen.mesh, str) else chosen.mesh
     sharding.check_mesh(mesh)
     dtype = choose_dtype(sharding.device(mesh)) if chosen.dtype is None else _available_dtype(chosen.dtype)
-    pair = _locate(chosen)
+    pair = _open_pair(chosen)
     with slow(f"loading {' and '.join(dict.fromkeys(name for name in pair.names if name != pairs.NO_DRAFTER))}"):
         return _load(pair, chosen, dtype, mesh)
 
@@ -102,36 +102,37 @@ class _Pair:
     """Files of a verifier and its drafter; `names` are as the caller gave them."""
 
     names: tuple[str, str]
-    verifier: Path
-    drafter: Path | None
+    verifier: ModelFiles
+    drafter: ModelFiles | None
 
 
-def _locate(options: ModelOptions) -> _Pair:
-    """Finds the files of a pair; downloads Hub ids and URLs."""
+def _open_pair(options: ModelOptions) -> _Pair:
+    """Finds a pair's files and reads their configs; downloads Hub ids and URLs."""
     verifier = pairs.locate(options.verifier, "verifier", options.revision, options.local_files_only)
     drafter = pairs.default_drafter(options.verifier, verifier) if options.drafter is None else options.drafter
     names = (str(options.verifier), str(drafter))
     if str(drafter) in (pairs.NO_DRAFTER, pairs.MTP):
         revision = options.drafter_revision
         expect(revision is None, "drafter_revision", revision, "none without a drafter in other files")
-        inside = model_files.find_included_drafter(verifier) if str(drafter) == pairs.MTP else None
+        folder = model_files.find_included_drafter(verifier) if str(drafter) == pairs.MTP else None
         expected = "a verifier whose files hold mtp.* tensors (Qwen3.5, Qwen3-Next) or a folder assistant (Gemma 4)"
-        expect(inside is not None or str(drafter) == pairs.NO_DRAFTER, "drafter", drafter, expected)
-        return _Pair(names, verifier, inside)
-    return _Pair(names, verifier, pairs.locate(drafter, "drafter", options.drafter_revision, options.local_files_only))
+        expect(folder is not None or str(drafter) == pairs.NO_DRAFTER, "drafter", drafter, expected)
+    else:
+        folder = pairs.locate(drafter, "drafter", options.drafter_revision, options.local_files_only)
+    return _Pair(names, open_files(verifier, "verifier"), None if folder is None else open_files(folder, "drafter"))
 
 
 def _load(pair: _Pair, chosen: ModelOptions, dtype: jnp.dtype, mesh: Mesh | None) -> TreeFlash:
-    config = model_files.read_verifier_config(pair.verifier)
-    drafter = _read_drafter(pair, config, chosen.thinking)
-    tokenizer = Tokenizer.load(pair.verifier, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
+    config = pair.verifier.config
+    drafter = _fit_drafter(pair, chosen.thinking)
+    tokenizer = Tokenizer.load(pair.verifier.path, {"enable_thinking": chosen.thinking, **(chosen.template or {})})
     if drafter is not None and drafter.has_tokenizer:
-        check_same_tokens(tokenizer, Tokenizer.load(pair.drafter))
-    schemes = _choose_schemes(pair, chosen.quantize, config, drafter, dtype, mesh)
-    verifier_specs = model_files.find_specs(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
+        check_same_tokens(tokenizer, Tokenizer.load(pair.drafter.path))
+    schemes = _choose_schemes(pair, chosen.quantize, drafter, dtype, mesh)
+    verifier_specs = pair.verifier.find_specs(dtype=dtype, mesh=mesh, quantize=schemes[0])
     drafter_specs = {} if drafter is None else drafter.specs()
     if schemes[1] is not None:
-        drafter_specs |= model_files.find_specs(pair.drafter, "drafter", dtype=dtype, mesh=mesh, quantize=schemes[1])
+        drafter_specs |= pair.drafter.find_specs(dtype=dtype, mesh=mesh, quantize=schemes[1])
     weight_bytes = tuple(count_bytes(specs, dtype, mesh) for specs in (verifier_specs, drafter_specs))
     needs = footprint(config, drafter, dtype=dtype, mesh=mesh, weight_bytes=weight_bytes)
     refuse_if_too_large(needs, usable_memory(mesh), mesh)
@@ -140,15 +141,15 @@ def _load(pair: _Pair, chosen: ModelOptions, dtype: jnp.dtype, mesh: Mesh | None
         _read_weights(pair, dtype, mesh, schemes),
         drafter=drafter,
         tokenizer=tokenizer,
-        stop_ids=model_files.stop_ids(pair.verifier, config),
+        stop_ids=model_files.stop_ids(pair.verifier.path, config),
         mesh=mesh,
         names=pair.names,
-        recommended=pairs.RECOMMENDED.get(pair.names[0], {}) | model_files.read_generation_config(pair.verifier),
+        recommended=pairs.RECOMMENDED.get(pair.names[0], {}) | model_files.read_generation_config(pair.verifier.path),
     )
 
 
 def _choose_schemes(
-    pair: _Pair, requested: str | None, config: ModelConfig, drafter: Drafter | None, dtype: jnp.dtype, mesh: Mesh | None
+    pair: _Pair, requested: str | None, drafter: Drafter | None, dtype: jnp.dtype, mesh: Mesh | None
 ) -> tuple[str | None, str | None]:
     """Returns the quantisation schemes of the verifier's and of the drafter's matrices.
 
@@ -164,24 +165,24 @@ def _choose_schemes(
         if stored == "fp8":
             return stored if keeps_fp8(device, dtype, tokens) else None
         limit = usable_memory(mesh)
-        fits = limit is None or footprint(config, drafter, dtype=dtype, mesh=mesh).total <= limit
+        fits = limit is None or footprint(pair.verifier.config, drafter, dtype=dtype, mesh=mesh).total <= limit
         return stored if keeps_groups(device, dtype, tokens, fits) else None
 
-    drafted = model_files.stored_scheme(pair.drafter, "drafter") if drafter and drafter.keeps_weights else None
+    drafted = pair.drafter.stored_scheme() if drafter and drafter.keeps_weights else None
     if requested is None:
-        return keep_if_it_pays(model_files.stored_scheme(pair.verifier)), keep_if_it_pays(drafted)
+        return keep_if_it_pays(pair.verifier.stored_scheme()), keep_if_it_pays(drafted)
     return None if requested == NONE else requested, drafted if kept_weights.can_keep(requested, drafted) else None
 
 
-def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter | None:
+def _fit_drafter(pair: _Pair, thinking: bool) -> Drafter | None:
     """Returns the drafter for this verifier, without its weights; None without a drafter.
 
     Warns if the drafter was trained with the opposite value of `thinking`, or if its context is shorter.
     """
     if pair.drafter is None:
         return None
-    drafter = model_files.read_drafter_config(pair.drafter).fitted(verifier)
-    drafter = draft_vocabulary.limit(drafter, pair.drafter, verifier.vocab_size)
+    verifier = pair.verifier.config
+    drafter = draft_vocabulary.limit(pair.drafter.config.fitted(verifier), pair.drafter.path, verifier.vocab_size)
     if drafter.thinking != EITHER and bool(drafter.thinking) != thinking:
         states = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
         warn(f"the drafter {states[drafter.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
@@ -194,13 +195,13 @@ def _read_drafter(pair: _Pair, verifier: ModelConfig, thinking: bool) -> Drafter
 def _read_weights(pair: _Pair, dtype: jnp.dtype, mesh: Mesh | None, schemes: tuple[str | None, str | None]) -> Weights:
     drafter_weights = None
     if pair.drafter is not None:
-        model_files.check_copies(pair.drafter, pair.verifier)
-        drafter_weights = model_files.load_drafter(pair.drafter, dtype=dtype, mesh=mesh, quantize=schemes[1])[1]
-    config, verifier_weights = model_files.load_verifier(pair.verifier, dtype=dtype, mesh=mesh, quantize=schemes[0])
+        pair.drafter.check_copies(pair.verifier)
+        drafter_weights = pair.drafter.load(dtype=dtype, mesh=mesh, quantize=schemes[1])
+    verifier_weights = pair.verifier.load(dtype=dtype, mesh=mesh, quantize=schemes[0])
     if drafter_weights is not None:
-        drafter_weights |= draft_vocabulary.load(pair.drafter, drafter_weights, verifier_weights, mesh)
+        drafter_weights |= draft_vocabulary.load(pair.drafter.path, drafter_weights, verifier_weights, mesh)
     if merges_weights(sharding.device(mesh)):
-        merge(verifier_weights, config, mesh)
+        merge(verifier_weights, pair.verifier.config, mesh)
     return Weights(verifier_weights, drafter_weights)
 
 
@@ -211,7 +212,7 @@ def _available_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def choose_verifier(name: str | None) -> str:
+def verifier_for_command(name: str | None) -> str:
     """Returns the name of the verifier. None: smollm2, or tiny with a printed note if smollm2 is not on this machine."""
     if name is None and (name := pairs.default_verifier()) == "tiny":
         why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
@@ -219,6 +220,6 @@ def choose_verifier(name: str | None) -> str:
     return name
 
 
-def load_model(verifier: str | None = None, **options: Unpack[LoadOptions]) -> TreeFlash:
-    """Loads a model like `load`, by default the verifier that `choose_verifier` chooses."""
-    return load(verifier=choose_verifier(verifier), **options)
+def load_for_command(verifier: str | None = None, **options: Unpack[LoadOptions]) -> TreeFlash:
+    """Loads a model like `load`, by default the verifier that `verifier_for_command` chooses."""
+    return load(verifier=verifier_for_command(verifier), **options)

@@ -2,6 +2,8 @@
 
 import json
 import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,52 +35,119 @@ from treeflash_jax.models.config import ModelConfig
 ASSISTANT = "assistant"  # name of a drafter's folder inside a verifier's folder
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """Files of a verifier or drafter, with the config that `open_files` read. Each method opens the tensors again."""
+
+    path: Path
+    dialect: Dialect
+    config: Any  # of a verifier: ModelConfig; of a drafter: the Drafter, without its weights
+
+    def open_tensors(self) -> AbstractContextManager[dict[str, storage.Tensor]]:
+        """Opens the tensors from which weights are read, under the names in the dialect's entries."""
+        return self.dialect.opened(self.path, self.config)
+
+    def stored_scheme(self) -> str | None:
+        """Returns the scheme (`quantized.SCHEMES`) of the weights in the files; None: they are not quantised."""
+        with self.open_tensors() as tensors:
+            return kept_weights.find_scheme(tensors)
+
+    def find_specs(self, *, dtype: DTypeLike, mesh: Mesh | None = None, quantize: str | None = None) -> Any:
+        """Returns the specs of the weights that `load` reads, divided as in quantised files. Reads no weights."""
+        with self.open_tensors() as tensors:
+            specs = self._specs()
+            if not kept_weights.can_keep(quantize, kept_weights.find_scheme(tensors)):
+                return quantized.specs(specs, quantize, mesh)
+            entries = self.dialect.entries(self.config, specs, tensors.keys())
+            return kept_weights.divide(tensors, specs, entries, dtype, mesh)[0]
+
+    def load(
+        self,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        mesh: Mesh | None = None,
+        quantize: str | None = None,
+        wide_tables: bool = False,
+    ) -> Params:
+        """Reads the weights.
+
+        Args:
+          dtype: dtype of the weights; bfloat16 files load bit for bit into bfloat16.
+          mesh: mesh to shard the weights over; each host reads only the slices of its devices. None: the default device.
+          quantize: scheme (`quantized.SCHEMES`) to which every matrix is rounded when it is read, so devices hold one in
+            `dtype` at a time. "fp8" keeps the weights of FP8 files as they are, and "int4" keeps the weights of other
+            quantised files. None expands them to `dtype`. For drafters: only schemes that keep their weights.
+          wide_tables: whether `quantize` leaves a verifier's vocabulary tables unquantised.
+        """
+        specs = self._specs(wide_tables)
+        with self.open_tensors() as tensors:
+            entries = self.dialect.entries(self.config, specs, tensors.keys())
+            if kept_weights.can_keep(quantize, kept_weights.find_scheme(tensors)):
+                return kept_weights.load(self.path, tensors, specs, entries, dtype, mesh)
+            if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
+                warn(f"{self.path} holds quantised weights; quantize={quantize!r} rounds them again")
+            finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
+            return storage.load(self.path, tensors, specs, entries, dtype, mesh, finish)
+
+    def check_copies(self, verifier: "ModelFiles") -> None:
+        """Raises ValueError if tables in a drafter's files differ from the verifier's, which are used instead of them.
+
+        The rounded tables of GGUF files are not compared.
+        """
+        names = self.dialect.copies(self.config)
+        if not names or gguf_reader.is_gguf(verifier.path):
+            return
+        with tensor_files.open_folder(self.path) as copies, verifier.open_tensors() as tensors:
+            entries = verifier.dialect.entries(verifier.config, decoder.specs(verifier.config), tensors.keys())
+            for copy, name in names.items():
+                original = entries.get(name, entries["embed"]).name  # a file with tied tables has only one
+                if copy in copies and not storage.are_equal(copies[copy], tensors[original]):
+                    got = f"{copy} differs from {original} of the verifier"
+                    raise ValueError(f"{self.path}: got {got}, expected a copy: load the verifier that it was trained for")
+
+    def _specs(self, wide_tables: bool = False) -> Any:
+        is_verifier = self.dialect.part == "verifier"
+        return decoder.specs(self.config, wide_tables=wide_tables) if is_verifier else self.config.specs()
+
+
+def open_files(path: str | Path, part: str) -> ModelFiles:
+    """Recognises the dialect of a verifier's or drafter's files and reads their config.
+
+    Args:
+      path: a folder with config.json and model.safetensors, whole or in parts; a GGUF file; or, to read no weights, a
+        config.json.
+      part: "verifier" or "drafter".
+
+    This and the methods raise ValueError for anything missing, unknown, damaged, mis-shaped or not implemented.
+    """
+    path, is_gguf = Path(path), gguf_reader.is_gguf(path)
+    file = path if is_gguf or path.is_file() else path / "config.json"
+    keys = Keys({} if is_gguf else read_json(file), str(file))
+    dialect = dialects.recognise(path, keys, part)
+    return ModelFiles(path, dialect, dialect.read_config(path, keys))
+
+
 def read_verifier_config(path: str | Path) -> ModelConfig:
-    """Returns the sizes of the verifier in a folder, a GGUF file or a config.json. Raises `load_verifier`'s ValueError."""
-    return _find(path, "verifier")[1]
+    """Returns the sizes of the verifier in a folder, a GGUF file or a config.json. Raises `open_files`' ValueError."""
+    return open_files(path, "verifier").config
 
 
 def read_drafter_config(path: str | Path) -> Drafter:
-    """Returns the drafter in a folder or a config.json, without its weights. Raises `load_drafter`'s ValueError."""
-    return _find(path, "drafter")[1]
+    """Returns the drafter in a folder or a config.json, without its weights. Raises `open_files`' ValueError."""
+    return open_files(path, "drafter").config
 
 
-def load_verifier(
-    path: str | Path,
-    *,
-    dtype: DTypeLike = jnp.float32,
-    mesh: Mesh | None = None,
-    quantize: str | None = None,
-    wide_tables: bool = False,
-) -> tuple[ModelConfig, Params]:
-    """Reads a verifier: its config and its weights.
-
-    Args:
-      path: a folder with config.json and model.safetensors, whole or in parts; or a GGUF file.
-      dtype: dtype of the weights; bfloat16 files load bit for bit into bfloat16.
-      mesh: mesh to shard the weights over; each host reads only the slices of its devices. None: the default device.
-      quantize: scheme (`quantized.SCHEMES`) to which every matrix is rounded when it is read, so devices hold one matrix in
-        `dtype` at a time. "fp8" keeps the weights of FP8 files as they are, and "int4" keeps the weights of other quantised
-        files. None expands them to `dtype`.
-      wide_tables: whether `quantize` leaves the vocabulary tables unquantised.
-
-    Raises ValueError for anything missing, unknown, damaged, mis-shaped or not implemented.
-    """
+def load_verifier(path: str | Path, *, quantize: str | None = None, **options: Any) -> tuple[ModelConfig, Params]:
+    """Reads a verifier: its config and its weights. Arguments are those of `open_files` and `ModelFiles.load`."""
     quantized.check_scheme(quantize)
-    dialect, config = _find(path, "verifier")
-    specs = decoder.specs(config, wide_tables=wide_tables)
-    return config, _load(path, dialect, config, specs, dtype, mesh, quantize)
+    verifier = open_files(path, "verifier")
+    return verifier.config, verifier.load(quantize=quantize, **options)
 
 
-def load_drafter(
-    path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, quantize: str | None = None
-) -> tuple[Drafter, Params]:
-    """Reads a drafter in any dialect: its config and its weights.
-
-    Arguments and exceptions are as in `load_verifier`; `quantize` is for drafters that keep weights.
-    """
-    dialect, config = _find(path, "drafter")
-    return config, _load(path, dialect, config, config.specs(), dtype, mesh, quantize)
+def load_drafter(path: str | Path, **options: Any) -> tuple[Drafter, Params]:
+    """Reads a drafter: its config and its weights. Arguments are those of `open_files` and `ModelFiles.load`."""
+    drafter = open_files(path, "drafter")
+    return drafter.config, drafter.load(**options)
 
 
 def find_included_drafter(path: str | Path) -> Path | None:
@@ -90,54 +159,6 @@ def find_included_drafter(path: str | Path) -> Path | None:
     if any(name.startswith("mtp.") for name in tensor_files.names(path)):
         return path
     return path / ASSISTANT if (path / ASSISTANT / "config.json").exists() else None
-
-
-def find_specs(
-    path: str | Path, part: str = "verifier", *, dtype: DTypeLike, mesh: Mesh | None = None, quantize: str | None = None
-) -> Any:
-    """Returns the specs of the weights of a verifier or drafter, divided as in quantised files. Reads no weights.
-
-    Arguments and exceptions are as in `load_verifier`; `part` is "verifier" or "drafter".
-    """
-    dialect, config = _find(path, part)
-    with dialect.opened(Path(path), config) as tensors:
-        specs = decoder.specs(config) if part == "verifier" else config.specs()
-        if not kept_weights.can_keep(quantize, kept_weights.find_scheme(tensors)):
-            return quantized.specs(specs, quantize, mesh)
-        entries = dialect.entries(config, specs, tensors.keys())
-        return kept_weights.divide(tensors, specs, entries, dtype, mesh)[0]
-
-
-def stored_scheme(path: str | Path, part: str = "verifier") -> str | None:
-    """Returns the scheme (`quantized.SCHEMES`) of the weights of a part in files; None: they are not quantised.
-
-    Raises ValueError in the same cases as `load_verifier`.
-    """
-    dialect, config = _find(path, part)
-    with dialect.opened(Path(path), config) as tensors:
-        return kept_weights.find_scheme(tensors)
-
-
-def check_copies(drafter: str | Path, source: str | Path) -> None:
-    """Raises ValueError if the tables in a drafter's files differ from the verifier's, which are used instead of them.
-
-    The rounded tables of GGUF files are not compared.
-
-    Args:
-      drafter: folder of the drafter.
-      source: folder or file of the verifier.
-    """
-    dialect, config = _find(drafter, "drafter")
-    other, verifier_config = _find(source, "verifier")
-    if not dialect.copies(config) or gguf_reader.is_gguf(source):
-        return
-    with tensor_files.open_folder(Path(drafter)) as copies, other.opened(Path(source), verifier_config) as tensors:
-        entries = other.entries(verifier_config, decoder.specs(verifier_config), tensors.keys())
-        for copy, name in dialect.copies(config).items():
-            original = entries.get(name, entries["embed"]).name  # a file with tied tables has only one
-            if copy in copies and not storage.are_equal(copies[copy], tensors[original]):
-                got = f"{copy} differs from {original} of the verifier"
-                raise ValueError(f"{drafter}: got {got}, expected a copy: load the verifier that it was trained for")
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
@@ -208,15 +229,15 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     Raises ValueError if the dialect cannot be written, if it cannot store the drafter, or if the target exists.
     """
     files.check_folder(target)
-    read, config = _find(source, "drafter")
-    written = writable(dialect, config)
+    drafter = open_files(source, "drafter")
+    config, written = drafter.config, writable(dialect, drafter.config)
     written.to_hf(written.without_head(config, {})[0] if drop_head else config)  # raises its errors before weights are read
-    with read.opened(Path(source), config) as tensors:
+    with drafter.open_tensors() as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
     if len(kinds) != 1:
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
     dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
-    config, params = load_drafter(source, dtype=dtype)
+    params = drafter.load(dtype=dtype)
     if drop_head:
         config, params = written.without_head(config, params)
     with files.filled(target) as folder:
@@ -233,7 +254,7 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: DTypeLike = jnp.
       target: new folder, which appears when it is complete.
       dtype: dtype on disk; float32 represents the values of all quantised types exactly.
 
-    Raises `load_verifier`'s ValueError, and ValueError if the target exists.
+    Raises `open_files`' ValueError, and ValueError if the target exists.
     """
     files.check_folder(target)
     file = gguf_reader.read(source)
@@ -247,23 +268,3 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: DTypeLike = jnp.
         save_verifier(folder, config, params, dtype)
         for name, text in texts.items():
             files.write(folder / name, text)
-
-
-def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
-    """Returns the dialect of a folder or file, and its config."""
-    path, is_gguf = Path(path), gguf_reader.is_gguf(path)
-    file = path if is_gguf or path.is_file() else path / "config.json"
-    keys = Keys({} if is_gguf else read_json(file), str(file))
-    dialect = dialects.recognise(path, keys, part)
-    return dialect, dialect.read_config(path, keys)
-
-
-def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | None = None) -> Any:
-    with dialect.opened(Path(path), config) as tensors:
-        entries = dialect.entries(config, specs, tensors.keys())
-        if kept_weights.can_keep(quantize, kept_weights.find_scheme(tensors)):
-            return kept_weights.load(Path(path), tensors, specs, entries, dtype, mesh)
-        if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
-            warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again")
-        finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
-        return storage.load(Path(path), tensors, specs, entries, dtype, mesh, finish)
