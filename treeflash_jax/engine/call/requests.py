@@ -73,10 +73,9 @@ def make_requests(
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
         automaton, constraint = None, compilation.find_constraint(settings)
         if constraint is not None:
-            constraint = compilation.answer_constraint(*constraint, tokenizer, ids)
-            automaton = compilation.compile_constraint(
-                *constraint, tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth
-            )
+            constraint = compilation.answer_constraint(constraint, tokenizer, ids)
+            size, depth = verifier.vocab_size, settings.schema_depth
+            automaton = compilation.compile_constraint(constraint, tokenizer, stop_ids, size, depth)
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # an automaton allows `stop_ids` after a whole answer
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:  # `bench.harness.System.settings` has this default in words
