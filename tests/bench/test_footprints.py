@@ -20,6 +20,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
+from treeflash_jax.engine.settings import pairs
 
 RESULTS = Path(__file__).parents[2] / "notebooks" / "results"
 
@@ -135,6 +136,10 @@ def test_sizes_of_gpt_oss_and_of_their_config_files(shape, billions, num_layers,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(published))
     assert shapes.find_verifier(str(tmp_path)) == model
+
+
+def test_sizes_of_the_toy_pair_are_those_of_its_config():
+    assert shapes.find_verifier("tiny") == shapes.find_verifier(str(pairs.locate("tiny")))
 
 
 def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, small_pair):

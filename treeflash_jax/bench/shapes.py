@@ -117,7 +117,10 @@ VERIFIERS: dict[str, ModelConfig] = {
         576, 1536, 30, 9, vocab_size=49_152, num_kv_heads=3, head_dim=64, max_positions=8192, rope=Rope(theta=1e5),
         tie_embeddings=True, eos_token_ids=(0, 2), rms_norm_eps=1e-5, qk_norm=False, model_type="llama",
     ),
-    "tiny": model_files.read_verifier_config(locate("tiny", "verifier")),
+    "tiny": _config(
+        256, 768, 6, 8, vocab_size=2048, num_kv_heads=4, head_dim=32, max_positions=2048, rope=Rope(theta=1e4),
+        tie_embeddings=True, eos_token_ids=(2,),
+    ),
 }  # fmt: skip
 
 
