@@ -80,7 +80,7 @@ def test_programs_compiled_from_shapes_take_what_real_ones_take():
 
 
 def test_weights_of_gpt_oss_120b_in_four_bits():
-    needs = footprint(shapes.VERIFIERS["gpt-oss-120b"], dtype=jnp.bfloat16, quantize="mxfp4")
+    needs = footprint(shapes.SHAPES["gpt-oss-120b"], dtype=jnp.bfloat16, quantize="mxfp4")
     assert 60.5 * 2**30 < needs.verifier < 61 * 2**30
 
 
