@@ -24,6 +24,7 @@ from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.requests import make_requests
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
+from treeflash_jax.engine.settings.defaults import describe_drafter_temperature
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.models import decoder
 
@@ -159,7 +160,8 @@ def test_the_draft_temperature_follows_the_sampling_temperature(trained):
         requests = make_requests([PROMPT] * len(temperatures), config, trained.verifier, drafter)
         return [request.settings.drafter_temperature for request in requests]
 
-    assert asked(sharp, 0.0, 0.3, 0.7, 1.0, 1.3) == [0.5, 0.5, 0.7, 1.0, 1.0]
+    temperatures, formula = (0.0, 0.3, 0.7, 1.0, 1.3), describe_drafter_temperature(sharp)
+    assert asked(sharp, *temperatures) == [eval(formula, {"T": x}) for x in temperatures] == [0.5, 0.5, 0.7, 1.0, 1.0]
     assert asked(sharp, 1.0, drafter_temperature=0.2) == [0.2]
     assert asked(trained.drafter, 0.0) == [1.0], "published drafters draft at 1"
 

@@ -9,6 +9,7 @@ from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core.checks import WrongValue, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
+from treeflash_jax.engine.settings.defaults import choose_drafter_temperature
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
@@ -78,8 +79,8 @@ def make_requests(
             automaton = compilation.compile_constraint(constraint, tokenizer, stop_ids, size, depth)
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # an automaton allows `stop_ids` after a whole answer
         drafter_temperature = settings.drafter_temperature
-        if drafter_temperature is None:  # `bench.harness.System.settings` has this default in words
-            drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
+        if drafter_temperature is None:
+            drafter_temperature = choose_drafter_temperature(drafter, temperature)
         settings = replace(
             settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop, stop_ids=end_ids
         )
