@@ -20,6 +20,7 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.engine.device_memory import footprint
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
+from treeflash_jax.engine.settings import pairs
 
 RESULTS = Path(__file__).parents[2] / "notebooks" / "results"
 
@@ -79,7 +80,7 @@ def test_programs_compiled_from_shapes_take_what_real_ones_take():
 
 
 def test_weights_of_gpt_oss_120b_in_four_bits():
-    needs = footprint(shapes.VERIFIERS["gpt-oss-120b"], dtype=jnp.bfloat16, quantize="mxfp4")
+    needs = footprint(shapes.SHAPES["gpt-oss-120b"], dtype=jnp.bfloat16, quantize="mxfp4")
     assert 60.5 * 2**30 < needs.verifier < 61 * 2**30
 
 
@@ -135,6 +136,10 @@ def test_sizes_of_gpt_oss_and_of_their_config_files(shape, billions, num_layers,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(published))
     assert shapes.find_verifier(str(tmp_path)) == model
+
+
+def test_sizes_of_the_toy_pair_are_those_of_its_config():
+    assert shapes.find_verifier("tiny") == shapes.find_verifier(str(pairs.locate("tiny")))
 
 
 def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, small_pair):

@@ -18,13 +18,13 @@ from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig
 
-QWEN3 = replace(shapes.VERIFIERS["qwen3-0.6b"], num_layers=2, vocab_size=2**14)
+QWEN3 = replace(shapes.SHAPES["qwen3-0.6b"], num_layers=2, vocab_size=2**14)
 HYBRID = replace(
-    shapes.VERIFIERS["qwen3.6-35b-a3b"], num_layers=2, layer_types=("linear_attention", "full_attention"), vocab_size=2**14,
+    shapes.SHAPES["qwen3.6-35b-a3b"], num_layers=2, layer_types=("linear_attention", "full_attention"), vocab_size=2**14,
     num_experts=32,
 )  # fmt: skip
 GPT_OSS = replace(
-    shapes.VERIFIERS["gpt-oss-20b"], num_layers=2, layer_types=("sliding_attention", "full_attention"), vocab_size=2**14
+    shapes.SHAPES["gpt-oss-20b"], num_layers=2, layer_types=("sliding_attention", "full_attention"), vocab_size=2**14
 )
 SMALLEST_WEIGHT = 2**20  # numbers of a weight, at least; activations of a token and recurrent states have fewer
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def test_no_weight_is_multiplied_on_the_vector_unit(model, options):
 @pytest.mark.parametrize("nodes", [1, 64])
 def test_no_loop_on_a_mesh_writes_a_weight_of_four_bits(nodes):
     """Not even on the chip, where XLA would lay weights out anew in every pass, or widen them."""
-    model = replace(shapes.VERIFIERS["qwen3-8b"], num_layers=1, vocab_size=2**14)
+    model = replace(shapes.SHAPES["qwen3-8b"], num_layers=1, vocab_size=2**14)
     text = compile_rounds(model, "v5e:2x2", nodes=nodes, quantize="int4", ways=4, drafter=NgramDrafter())
     matrices = [spec for spec in decoder.specs(model, is_merged=True)["groups"][0][0].values() if spec.inputs]
     assert written_weights(text, [(math.prod(spec.shape) // 4,) for spec in matrices], nodes, on_chip=True) == []
@@ -82,7 +82,7 @@ def test_ratios_of_estimates(topology, step_over_reading, round_over_step):
 
     A round would take 1.9 and 1.7 steps if the vector unit added the weights of attention.
     """
-    model, (_, device, _) = shapes.VERIFIERS["qwen3-4b"], memory.describe_topology(topology)
+    model, (_, device, _) = shapes.SHAPES["qwen3-4b"], memory.describe_topology(topology)
     needs = footprint(model, dtype=jnp.bfloat16, batch=1, capacity=4096)
     step, tree = (
         memory.estimate_times(compile_rounds(model, topology, nodes=nodes, capacity=4096), device, needs.total)

@@ -11,7 +11,7 @@ from byte_texts import random_text, schema_term
 from refusals import refused
 from toy_tokenizers import byte_fallback, byte_level
 
-from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.compilation import Constraint, compile_constraint
 from treeflash_jax.constraints.compile_bytes import compile_bytes
 from treeflash_jax.constraints.compiler.compile_process import compile_term
 from treeflash_jax.constraints.compiler.refusals import Refused
@@ -215,8 +215,8 @@ def tokenizer(request) -> Tokenizer:
 
 
 def compiled(tokenizer: Tokenizer, structure: dict, *stops: str) -> AutomatonTable:
-    stop_ids = ids_of(tokenizer, *stops)
-    return compile_constraint("structural_tag", json.dumps(structure), tokenizer, stop_ids, len(tokenizer.inner))
+    constraint = Constraint("structural_tag", json.dumps(structure))
+    return compile_constraint(constraint, tokenizer, ids_of(tokenizer, *stops), len(tokenizer.inner))
 
 
 def can_answer(table: AutomatonTable, ids: list[int]) -> bool:

@@ -89,6 +89,21 @@ def test_threads_share_programs(monkeypatch):
     assert results == [1, 2] and len(compiled) == 2
 
 
+@pytest.mark.parametrize("read", [programs.compiled, programs.clear])
+def test_threads_may_add_programs_while_another_reads_them(monkeypatch, read):
+    """Regression: RuntimeError, dictionary changed size during iteration."""
+    increase = jax.jit(lambda x: x + 1)
+
+    class Program:
+        @property
+        def function(self):
+            programs.call(increase, jnp.ones(3))  # as another thread
+            return increase
+
+    monkeypatch.setattr(programs, "_programs", {"key": Program()})
+    read()
+
+
 def test_programs_are_kept_and_found_again(tmp_path):
     folder = tmp_path / "treeflash" / "programs"
     kept = []

@@ -153,8 +153,9 @@ def test_thoughts_come_before_a_constraint(tiny):
     tokenizer.inner.add_tokens(["</think>"])
     [end] = tokenizer.encode("</think>")
     size = tiny.verifier.vocab_size + 1
-    constraint = compilation.answer_constraint("pattern", "[^]+", tokenizer, tokenizer.encode("<think>"))
-    table = compilation.compile_constraint(*constraint, tokenizer, tiny.stop_ids, size)
+    content = compilation.Constraint("pattern", "[^]+")
+    constraint = compilation.answer_constraint(content, tokenizer, tokenizer.encode("<think>"))
+    table = compilation.compile_constraint(constraint, tokenizer, tiny.stop_ids, size)
     assert can_answer(table, [*encode("a b"), end, *encode("c")]) and not can_answer(table, [end, *encode("c"), end])
 
 
@@ -273,7 +274,8 @@ def test_models_inside_models_are_followed(small):
 
 @pytest.mark.parametrize("pattern", MATCHED)
 def test_walks_through_a_table_are_matches(tiny, pattern):
-    table = compilation.compile_constraint("pattern", pattern, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
+    constraint = compilation.Constraint("pattern", pattern)
+    table = compilation.compile_constraint(constraint, tiny.tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
     rng, end = np.random.default_rng(0), tiny.stop_ids[0]
 
     def walk(ids: list[int]) -> bool:

@@ -5,7 +5,7 @@ import json
 import gemma_tokenizer
 import pytest
 
-from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.compilation import Constraint, compile_constraint
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.gemma import Gemma
 from treeflash_jax.formats.messages.message_format import Content, Demands, Function, FunctionCall, Thought
@@ -101,7 +101,7 @@ def test_tags_allow_answers_of_their_form_alone(prompt, how, allowed, others):
     functions = how.get("functions", [Function("add", SCHEMA, True)])
     tag = find_format(TOKENIZER).answer_tag(TOKENIZER.encode(prompt), Demands(**how | {"functions": functions}))
     ends = TOKENIZER.encode("<turn|>")
-    table = compile_constraint("structural_tag", json.dumps(tag), TOKENIZER, ends, len(TOKENIZER.inner), 8)
+    table = compile_constraint(Constraint("structural_tag", json.dumps(tag)), TOKENIZER, ends, len(TOKENIZER.inner), 8)
     for text in allowed:
         assert accepts(table, TOKENIZER.encode(text + "<turn|>")), text
     for text in others:

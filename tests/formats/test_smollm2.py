@@ -37,7 +37,7 @@ def test_greedy_answers_are_those_of_transformers_with_and_without_a_draft(smoll
 
 
 def test_its_sizes_and_the_drafter_that_ships_with_the_package(smollm2):
-    assert smollm2.verifier == shapes.VERIFIERS["smollm2"] and smollm2.stop_ids == (0, 2)
+    assert smollm2.verifier == shapes.SHAPES["smollm2"] and smollm2.stop_ids == (0, 2)
     folder = pairs.locate("smollm2", "drafter")
     assert smollm2.drafter == model_files.load_drafter(folder)[0].limited(8192) and smollm2.drafter.head == "lowrank"
     assert smollm2.drafter.taps == (1, 8, 14, 20, 27) and smollm2.drafter.mask_token_id == 3

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 from stub_worker import StubRequestMaker
 
 import treeflash_jax as tf
-from treeflash_jax.constraints.compilation import compile_constraint
+from treeflash_jax.constraints.compilation import Constraint, compile_constraint
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import process
 from treeflash_jax.serve.options import ServeOptions
-from treeflash_jax.serve.request_maker import Constraint
 
 WORK, GRACE = sys.argv[1], int(sys.argv[2])
 
@@ -22,7 +21,7 @@ class BusyRequestMaker(StubRequestMaker):
     def compile(self, constraint: Constraint) -> None:
         tokenizer = Tokenizer.load(pairs.locate("tiny"))
         print("working", flush=True)
-        compile_constraint(*constraint, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
+        compile_constraint(constraint, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
 
     def make_requests(self, prompts, **settings) -> list[object]:
         print("working", flush=True)

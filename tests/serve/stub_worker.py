@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 
 import treeflash_jax as tf
-from treeflash_jax.constraints.compilation import NAMES
+from treeflash_jax.constraints.compilation import NAMES, Constraint
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.process import Server
-from treeflash_jax.serve.request_maker import Constraint
 from treeflash_jax.serve.worker import Piece, Submission, Worker
 
 

@@ -27,7 +27,7 @@ import dataclasses, functools, sys
 sys.modules.update(dict.fromkeys({ABSENT!r}))
 from treeflash_jax.bench import shapes
 from train import step_memory
-shapes.VERIFIERS["small"] = dataclasses.replace(shapes.VERIFIERS["qwen3-4b"], **{SIZES!r})
+shapes.SHAPES["small"] = dataclasses.replace(shapes.SHAPES["qwen3-4b"], **{SIZES!r})
 shapes.find_drafter = functools.partial(shapes.find_drafter, num_layers=2)
 sys.exit(step_memory.main(sys.argv[1:]))
 """
@@ -37,8 +37,8 @@ SMALL = ["data.sequence_length=32", "objective.anchors=4", "objective.chunk=2", 
 
 @pytest.fixture
 def small_shape(monkeypatch):
-    small = dataclasses.replace(shapes.VERIFIERS["qwen3-4b"], **SIZES)
-    monkeypatch.setitem(shapes.VERIFIERS, "small", small)
+    small = dataclasses.replace(shapes.SHAPES["qwen3-4b"], **SIZES)
+    monkeypatch.setitem(shapes.SHAPES, "small", small)
     monkeypatch.setattr(shapes, "find_drafter", partial(shapes.find_drafter, num_layers=2))
 
 

@@ -28,8 +28,10 @@ from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core.checks import parse_json
+from treeflash_jax.engine.answers.results import LOW_TAU_QUESTION
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.call.requests import Request, find_stops
+from treeflash_jax.engine.settings.defaults import describe_drafter_temperature
 from treeflash_jax.formats.answer_text import AnswerText
 
 logger = logging.getLogger("treeflash_jax")
@@ -38,7 +40,7 @@ SHOWN = "max_new_tokens batch_size top_k top_p stop_ids attention".split()
 
 def is_shown(record: logging.LogRecord) -> bool:
     """Returns False for the warning that few drafted tokens are accepted: in a benchmark, this is a result."""
-    return not record.getMessage().startswith("tau is")
+    return LOW_TAU_QUESTION not in record.getMessage()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +82,8 @@ class System:
         settings["stop_ids"] = config.stop_ids and list(config.stop_ids)
         if not plan.drafts:
             return settings | dict.fromkeys(("drafter", "drafter_temperature", "nodes", "acceptance"))
-        least = f"max({model.drafter.drafter_temperature:g}, min(T, 1))"
-        return settings | {"drafter": model.names[1], "drafter_temperature": config.drafter_temperature or least}
+        temperature = config.drafter_temperature or describe_drafter_temperature(model.drafter)
+        return settings | {"drafter": model.names[1], "drafter_temperature": temperature}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def _dense_gemma4(width: int, ffn: int, num_layers: int, heads: tuple[int, int, 
     }  # fmt: skip
 
 
-VERIFIERS: dict[str, ModelConfig] = {
+SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": _config(1024, 3072, 28, 16, tie_embeddings=True, **_QWEN3),
     "qwen3-4b": _config(2560, 9728, 36, 32, tie_embeddings=True, **_QWEN3),
     "qwen3-8b": _config(4096, 12_288, 36, 32, **_QWEN3),
@@ -117,7 +117,10 @@ VERIFIERS: dict[str, ModelConfig] = {
         576, 1536, 30, 9, vocab_size=49_152, num_kv_heads=3, head_dim=64, max_positions=8192, rope=Rope(theta=1e5),
         tie_embeddings=True, eos_token_ids=(0, 2), rms_norm_eps=1e-5, qk_norm=False, model_type="llama",
     ),
-    "tiny": model_files.read_verifier_config(locate("tiny", "verifier")),
+    "tiny": _config(
+        256, 768, 6, 8, vocab_size=2048, num_kv_heads=4, head_dim=32, max_positions=2048, rope=Rope(theta=1e4),
+        tie_embeddings=True, eos_token_ids=(2,),
+    ),
 }  # fmt: skip
 
 
@@ -133,7 +136,7 @@ class Shapes:
 
     shape: str | None = setting(
         None,
-        f"one of {', '.join(VERIFIERS)}, or a verifier's config.json or its folder",
+        f"one of {', '.join(SHAPES)}, or a verifier's config.json or its folder",
         unset="the pair of --verifier and --drafter, with its weights",
         unit="shape",
     )
@@ -163,16 +166,16 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
     """Returns the sizes of a verifier and its drafter. Reads no weights.
 
     Args:
-      shape: a key of VERIFIERS, a config.json, its folder, or a GGUF file.
-      drafter_shape: key of VERIFIERS, "mtp", or name, config.json or folder of a drafter. None: result of `find_drafter`.
+      shape: a key of SHAPES, a config.json, its folder, or a GGUF file.
+      drafter_shape: key of SHAPES, "mtp", or name, config.json or folder of a drafter. None: result of `find_drafter`.
 
     Raises ValueError for an unknown name, a config that is not implemented, or a drafter that does not fit.
     """
     model = find_verifier(shape)
     if drafter_shape is None:
         return model, find_drafter(model).fitted(model)
-    if drafter_shape in VERIFIERS:
-        return model, LanguageModelDrafter(layers=VERIFIERS[drafter_shape]).fitted(model)
+    if drafter_shape in SHAPES:
+        return model, LanguageModelDrafter(layers=SHAPES[drafter_shape]).fitted(model)
     if drafter_shape == MTP:
         return model, make_included_drafter(model).fitted(model)
     path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
@@ -180,10 +183,10 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
 
 
 def find_verifier(name: str) -> ModelConfig:
-    if name in VERIFIERS:
-        return VERIFIERS[name]
+    if name in SHAPES:
+        return SHAPES[name]
     if not Path(name).exists():
-        known = ", ".join(VERIFIERS)
+        known = ", ".join(SHAPES)
         raise ValueError(f"got shape {name!r}, expected one of {known}, or a config.json, its folder or a GGUF file")
     return model_files.read_verifier_config(name)
 
@@ -214,7 +217,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Dra
     This drafter has the verifier's widths, five layers (eight for a mixture of experts) and blocks of 16. It reads five of
     the verifier's layers, or fewer if the verifier has fewer than eight.
     """
-    if verifier == VERIFIERS["tiny"]:
+    if verifier == SHAPES["tiny"]:
         return model_files.read_drafter_config(locate("tiny", "drafter"))
     return BlockDrafter(
         layers=fresh_layers(verifier, num_layers or (8 if verifier.num_experts else 5)),
@@ -228,7 +231,7 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Dra
 
 def short_name(path: str) -> str:
     """Returns the name of a shape, path or Hub id for a record, without this machine's folders."""
-    if path in VERIFIERS:
+    if path in SHAPES:
         return path
     file = Path(path).absolute() if Path(path).exists() else Path(path)
     return file.parent.name if file.name == "config.json" else file.stem if file.is_file() else file.name

@@ -4,7 +4,7 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
@@ -17,6 +17,18 @@ logger = logging.getLogger("treeflash_jax")
 
 NAMES = "schema", "pattern", "choices", "structural_tag"  # settings that are constraints; a prompt has at most one
 DEPTH = 6  # levels of values that a schema leaves open: some 2,700 states in an object; each further level doubles them
+
+
+class Constraint(NamedTuple):
+    """A constraint of an answer.
+
+    Attributes:
+      kind: one of NAMES.
+      value: JSON text, a regular expression, or the choices.
+    """
+
+    kind: str
+    value: str | tuple[str, ...]
 
 
 def as_json(schema: Any) -> Any:
@@ -33,14 +45,11 @@ def as_json(schema: Any) -> Any:
         raise ValueError(f"got {quoted(schema)}, expected JSON values: {error}") from None
 
 
-def find_constraint(settings: Any) -> tuple[str, Any] | None:
-    """Returns the kind (one of NAMES) and the value of a prompt's constraint; None without a constraint.
-
-    Raises ValueError for several constraints.
-    """
+def find_constraint(settings: Any) -> Constraint | None:
+    """Returns the constraint of a prompt's settings; None if there is none. Raises ValueError for several constraints."""
     given = {name: getattr(settings, name) for name in NAMES if getattr(settings, name) is not None}
     expect(len(given) < 2, " and ".join(given), [*given.values()], "one of them")
-    return next(iter(given.items()), None)
+    return next((Constraint(*item) for item in given.items()), None)
 
 
 def as_tag(kind: str, value: str | Sequence[str]) -> dict[str, Any]:
@@ -55,23 +64,20 @@ def as_tag(kind: str, value: str | Sequence[str]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": parse_json(value)} if kind == "schema" else parse_json(value)
 
 
-def answer_constraint(
-    kind: str, value: str | Sequence[str], tokenizer: Tokenizer | None, prompt_ids: Sequence[int]
-) -> tuple[str, str | Sequence[str]]:
+def answer_constraint(constraint: Constraint, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> Constraint:
     """Returns the constraint of a whole answer, given the constraint of its content: thoughts may come before the content.
 
     A structural tag already describes the whole answer. Raises ValueError for wrong JSON.
     """
-    if tokenizer is None or kind == "structural_tag":
-        return kind, value
-    content = as_tag(kind, value)
+    if tokenizer is None or constraint.kind == "structural_tag":
+        return constraint
+    content = as_tag(*constraint)
     tag = find_format(tokenizer).answer_tag(prompt_ids, Demands(content=content))
-    return (kind, value) if tag is content else ("structural_tag", json.dumps(tag))
+    return constraint if tag is content else Constraint("structural_tag", json.dumps(tag))
 
 
 def compile_constraint(
-    kind: str,
-    value: str | Sequence[str],
+    constraint: Constraint,
     tokenizer: Tokenizer | None,
     stop_ids: Sequence[int],
     vocab_size: int,
@@ -80,35 +86,30 @@ def compile_constraint(
     """Returns the automaton of a constraint.
 
     Args:
-      kind: one of NAMES.
       stop_ids: ids that end an answer; allowed in states in which the constraint is met.
       depth: largest nesting of arrays and objects in places that a schema leaves open, or where it contains itself.
 
     Raises ValueError for a constraint that cannot be expressed or met, and for a tokenizer whose tokens have no known
     bytes.
     """
+    kind, value = constraint
     if tokenizer is None or not stop_ids:
         missing = "tokenizer.json" if tokenizer is None else "token that ends an answer"
         raise WrongValue(f"got {kind} {quoted(value)}, but the verifier's folder has no {missing}", kind)
     if kind in ("schema", "structural_tag"):
         parse_json(value)
     try:
-        value = tuple(value) if kind == "choices" else value
-        return _compile(kind, value, depth, tokenizer, tuple(stop_ids), vocab_size)
+        return _compile(constraint, depth, tokenizer, tuple(stop_ids), vocab_size)
     except Unusable as error:
         raise WrongValue(f"got {kind} {quoted(value)}, {error}", kind) from None
 
 
 @functools.lru_cache(maxsize=16)
 def _compile(
-    kind: str,
-    value: str | tuple[str, ...],
-    depth: int,
-    tokenizer: Tokenizer,
-    stop_ids: tuple[int, ...],
-    vocab_size: int,
+    constraint: Constraint, depth: int, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int
 ) -> AutomatonTable:
     """Returns the automaton of one constraint. Cached, because later requests often have the same constraint."""
+    kind, value = constraint
     tokens = _find_tokens(value, tokenizer) if kind == "structural_tag" else []
     table = make_table(compile_bytes(kind, value, depth, tokens), tokenizer, stop_ids, vocab_size, tokens)
     logger.info("%s %s has %d states and %d kinds of tokens", kind, quoted(value), *table.next_qc.shape)

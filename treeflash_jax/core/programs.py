@@ -235,12 +235,13 @@ def _precision(leaves: Sequence[Any], mesh: Mesh | None) -> str | None:
 
 def compiled(function: Wrapped | None = None) -> list[Program]:
     """Returns the programs of this process, oldest first. With `function`, only those compiled from it."""
-    return [program for program in _programs.values() if function in (None, program.function)]
+    kept = list(_programs.values())  # a copy, because other threads add programs meanwhile
+    return [program for program in kept if function in (None, program.function)]
 
 
 def clear() -> None:
     """Frees all programs; the next calls compile again."""
-    for function in {program.function for program in _programs.values()}:
+    for function in {program.function for program in compiled()}:
         function.clear_cache()  # JAX's own references
     _programs.clear()
 

@@ -14,7 +14,7 @@ sequences.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,37 +112,58 @@ def prefill_chunks(
       max_chunks: int32 scalar, maximal number of chunks.
       first_b: first tokens if they are known; None: sampled.
     """
-    cache, drafter, (hidden_bd, features_bj), scores = _run_chunks(weights, pin(state), length_b, max_chunks, plan)
+    read = _run_chunks(weights, pin(state), length_b, max_chunks, plan)
+    cache, drafter = read.cache, read.drafter
     if plan.scores_prompts:
-        state = state.replace(log_probs=scores)
+        state = state.replace(log_probs=read.log_probs)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
-    state = accepting.emit_first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
+    state = accepting.emit_first_token(weights, state.replace(cache=cache), read.hidden_bd, count_b, plan, first_b)
     if plan.loaded_drafter and plan.loaded_drafter.reads_tokens:  # the token after the last prompt position
         first_b1 = pick(state.tokens_bs, length_b[:, None])
-        new = NewPositions(features_bj[:, None], first_b1, count_b, plan.prefill_attention)
+        new = NewPositions(read.features_bj[:, None], first_b1, count_b, plan.prefill_attention)
         drafter = plan.loaded_drafter.extend(weights.drafter, weights.verifier, drafter, new)
     return pin(state.replace(drafter=drafter))
 
 
+class _Reading(NamedTuple):
+    """Carry of the loop that reads chunks.
+
+    Attributes:
+      count: number of chunks that this loop read.
+      cache: the verifier's cache.
+      drafter: the drafter's state. If the drafter reads tokens, the state lacks the last position of a complete prompt,
+        because the token after it is not known yet.
+      hidden_bd, features_bj: hidden state and features of the last position that this loop read; zeros if it read none.
+      log_probs: log-probabilities of the text so far; None unless planned.
+    """
+
+    count: jax.Array
+    cache: caches.Cache
+    drafter: State | None
+    hidden_bd: jax.Array
+    features_bj: jax.Array
+    log_probs: LogProbs | None
+
+
 def _run_chunks(
     weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: SharedPlan
-) -> tuple[caches.Cache, State | None, tuple[jax.Array, jax.Array], LogProbs | None]:
-    """Reads some chunks.
-
-    Returns the verifier's cache, the drafter's state, the hidden state [b, d] and features [b, j] of the last prompt
-    position, and the log-probabilities of the text so far (None unless planned). The state of a drafter that reads tokens
-    lacks the last position, because the token after it is not known yet.
-    """
+) -> _Reading:
     batch, chunk = state.end_b.size, plan.chunk_size(state.capacity)
     dtype, width = weights.dtype, plan.verifier.hidden_size
     reads_prompt = plan.loaded_drafter and plan.loaded_drafter.reads_prompt
     reads_tokens = plan.loaded_drafter and plan.loaded_drafter.reads_tokens
-    last = jnp.zeros((batch, width), plan.residual_dtype or dtype), jnp.zeros((batch, width * len(plan.taps)), dtype)
+    start = _Reading(
+        count=jnp.zeros_like(max_chunks),
+        cache=state.cache,
+        drafter=state.drafter,
+        hidden_bd=jnp.zeros((batch, width), plan.residual_dtype or dtype),
+        features_bj=jnp.zeros((batch, width * len(plan.taps)), dtype),
+        log_probs=state.log_probs if plan.scores_prompts else None,
+    )
     mask_btt = decoder.causal_mask(batch, chunk)
 
-    def step(carry):
-        index, cache, drafter, last, scores = carry
-        cache = _in_row_order(caches.pin(cache))
+    def step(read: _Reading) -> _Reading:
+        cache, drafter, log_probs = _in_row_order(caches.pin(read.cache)), read.drafter, read.log_probs
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
         tokens_bt, next_bt = (pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
@@ -161,19 +182,20 @@ def _run_chunks(
         def at_end(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
             return jnp.where((count_b > 0)[:, None], at_last(x_btd, count_b)[:, 0], before_bd)
 
-        last = jax.tree.map(at_end, (out.hidden_btd, out.features_btj), last)
+        hidden_bd = at_end(out.hidden_btd, read.hidden_bd)
+        features_bj = at_end(out.features_btj, read.features_bj)
         if plan.scores_prompts:
             is_known_bt = positions_bt + 1 < length_b[:, None]
             places = next_bt, positions_bt + 1, is_known_bt
-            scores = accepting.score_tokens(weights, plan.verifier, scores, out.hidden_btd, *places)
-        kept_b = caches.count_after(count_b, last[0][:, 0])
-        return index + 1, caches.commit(cache, out.new, kept_b), drafter, last, scores
+            log_probs = accepting.score_tokens(weights, plan.verifier, log_probs, out.hidden_btd, *places)
+        kept_b = caches.count_after(count_b, hidden_bd[:, 0])
+        count, cache = read.count + 1, caches.commit(cache, out.new, kept_b)
+        return _Reading(count, cache, drafter, hidden_bd, features_bj, log_probs)
 
-    def is_unfinished(carry):
-        return (carry[0] < max_chunks) & jnp.any(carry[1].length_b < length_b)
+    def is_unfinished(read: _Reading) -> jax.Array:
+        return (read.count < max_chunks) & jnp.any(read.cache.length_b < length_b)
 
-    carry = jnp.zeros_like(max_chunks), state.cache, state.drafter, last, state.log_probs if plan.scores_prompts else None
-    return lax.while_loop(is_unfinished, step, carry)[1:]
+    return lax.while_loop(is_unfinished, step, start)
 
 
 def _in_row_order(cache: Any) -> Any:

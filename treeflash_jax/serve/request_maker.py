@@ -5,9 +5,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-from treeflash_jax.constraints.compilation import NAMES, answer_constraint, compile_constraint
+from treeflash_jax.constraints.compilation import NAMES, Constraint, answer_constraint, compile_constraint
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.processors import PROCESSORS
 from treeflash_jax.engine.call.prompts import Prompt, encode_each
@@ -20,13 +20,6 @@ from treeflash_jax.serve.options import DEFAULT_CONTEXT
 
 MAX_STOP_IDS = 32
 MAX_BIASES = 304
-
-
-class Constraint(NamedTuple):
-    """A constraint of an answer that can be the key of a dictionary; see `answer_constraint`."""
-
-    kind: str
-    value: str | tuple[str, ...]
 
 
 def server_sizes(states: int, vocab_size: int, config: type[GenerateConfig]) -> SamplingSizes:
@@ -85,14 +78,15 @@ class RequestMaker:
             if kind in settings:
                 expect(self.sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
                 value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])
-                return {Constraint(*answer_constraint(kind, value, self.model.tokenizer, ids)) for ids in prompts}
+                constraint = Constraint(kind, value)
+                return {answer_constraint(constraint, self.model.tokenizer, ids) for ids in prompts}
         return set()
 
     def compile(self, constraint: Constraint) -> None:
         """Compiles a constraint before `make_requests` needs it. Raises the ValueErrors of `compile_constraint`."""
         model = self.model
         size, depth = model.verifier.vocab_size, self.config.schema_depth
-        compile_constraint(*constraint, model.tokenizer, model.stop_ids, size, depth)
+        compile_constraint(constraint, model.tokenizer, model.stop_ids, size, depth)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests that `TreeFlash.generate` would make, but with new numbers and, by default, a random seed.

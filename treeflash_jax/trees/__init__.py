@@ -4,6 +4,8 @@ A builder reads a drafter only through an `Expander`. It is one function, with o
 
     build(inputs: TreeInputs) -> (DraftTree, Proposal or None)
 
+A new size that a builder reads is a field of `TreeShape` and, under the same name, of `GenerateConfig`.
+
 Deterministic builders (`best_first`, the default, `walk` and `chain`) return no proposal, because rules that compare tokens
 are exact for them. Builders that draw nodes (`sampled`) return the distribution that they draw from (`Proposal`), and
 declare its name for the acceptance rules. At temperature above 0, the acceptance of a deterministic tree is limited by the

@@ -9,6 +9,7 @@ from treeflash_jax.core.checks import warn, whole
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
+LOW_TAU_QUESTION = "was the drafter trained for another verifier, revision or prompt format?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,4 @@ def warn_of_low_tau(results: Sequence[Result]) -> None:
     rounds = [length for result in results for length in result.accepted_before_cut]
     tau = sum(rounds) / len(rounds) if rounds else 1.0
     if len(rounds) >= LOW_TAU_ROUNDS and tau < LOW_TAU:
-        warn(
-            f"tau is {tau:.2f} over {len(rounds)} rounds, expected above {LOW_TAU}: a drafter that was trained for another "
-            "verifier, revision or prompt format looks like this"
-        )
+        warn(f"tau is {tau:.2f} over {len(rounds)} rounds, expected above {LOW_TAU}: {LOW_TAU_QUESTION}")

@@ -9,6 +9,7 @@ from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core.checks import WrongValue, coerce, expect, quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
+from treeflash_jax.engine.settings.defaults import choose_drafter_temperature
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
@@ -73,14 +74,13 @@ def make_requests(
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
         automaton, constraint = None, compilation.find_constraint(settings)
         if constraint is not None:
-            constraint = compilation.answer_constraint(*constraint, tokenizer, ids)
-            automaton = compilation.compile_constraint(
-                *constraint, tokenizer, stop_ids, verifier.vocab_size, settings.schema_depth
-            )
+            constraint = compilation.answer_constraint(constraint, tokenizer, ids)
+            size, depth = verifier.vocab_size, settings.schema_depth
+            automaton = compilation.compile_constraint(constraint, tokenizer, stop_ids, size, depth)
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # an automaton allows `stop_ids` after a whole answer
         drafter_temperature = settings.drafter_temperature
-        if drafter_temperature is None:  # `bench.harness.System.settings` has this default in words
-            drafter_temperature = 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
+        if drafter_temperature is None:
+            drafter_temperature = choose_drafter_temperature(drafter, temperature)
         settings = replace(
             settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop, stop_ids=end_ids
         )

@@ -86,9 +86,12 @@ class Prefill:
             can_cut=runner.can_cut,
         )
         self.state: DecodeState = start()
-        took_state = self._compile(will_decode, can_run=prefixes is None)
-        if took_state:
-            self.state = start()
+        compiling = self._start_compiling(will_decode)
+        if prefixes is None and not all(program.has_run for program in compiling):
+            self._run_once(compiling)
+            self.state = start()  # the runs took the first one
+        else:
+            programs.wait(*compiling, clock=runner.clock)
         self._reported = time.perf_counter()
 
     @property
@@ -116,27 +119,26 @@ class Prefill:
             loops.prefill_chunks, runner.weights, self.state, self._length_b, most, self._first_b, plan=self._plan
         )
 
-    def _compile(self, will_decode: bool, can_run: bool) -> bool:
-        """Compiles the programs; returns whether it also ran them once, which takes the state.
-
-        It runs them if one of them never ran. XLA for CPUs loads the code of loop bodies in the first run, and the clock
-        counts this run as compilation. The first run of the prefill overlaps with the compilation of rounds.
-        """
+    def _start_compiling(self, will_decode: bool) -> list[programs.Program]:
         runner, unit = self._runner, jax.device_put(np.int32(1))
         # While XLA compiles the first program, or reads it from JAX's cache, Python traces the second.
         arguments = runner.weights, self.state, self._length_b, unit, self._first_b
-        compiled = [runner.start_compiling(loops.prefill_chunks, *arguments, plan=self._plan)]
+        compiling = [runner.start_compiling(loops.prefill_chunks, *arguments, plan=self._plan)]
         if will_decode:
-            compiled.append(runner.start_compiling(loops.decode, runner.weights, self.state, unit, unit, plan=runner.plan))
-        runs = can_run and not all(program.has_run for program in compiled)
-        state = self.state
-        for program in programs.as_compiled(*compiled, clock=runner.clock):
-            if not runs:
-                continue
+            compiling.append(runner.start_compiling(loops.decode, runner.weights, self.state, unit, unit, plan=runner.plan))
+        return compiling
+
+    def _run_once(self, compiling: list[programs.Program]) -> None:
+        """Runs each program once, as soon as it is compiled.
+
+        XLA for CPUs loads the code of loop bodies in the first run, and the clock counts this run as compilation. The first
+        run of the prefill overlaps with the compilation of rounds.
+        """
+        runner, unit, state = self._runner, jax.device_put(np.int32(1)), self.state
+        for program in programs.as_compiled(*compiling, clock=runner.clock):
             with runner.clock.compiling("first run", "running new programs once"):
                 if program.function is loops.decode:
                     state = runner.call(loops.decode, runner.weights, state, unit, unit, plan=runner.plan)
                 else:
                     state = self._read(passes=1)
                 jax.block_until_ready(state)
-        return runs

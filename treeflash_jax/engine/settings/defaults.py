@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: a table per kind of device, and rules that a table cannot hold.
+"""Defaults that depend on the device or the drafter: a table per kind of device, and rules that a table cannot hold.
 
 Other defaults are constants of `GenerateConfig` or of a drafter. Defaults of drafting depend on the number of nodes, given
 or default. Measurements of CPUs: notebooks/results/latency_smollm2.md#defaults-of-cpus.
@@ -163,6 +163,16 @@ def draft_settings(
     if nodes <= (table.nodes or 0) and drafter.lanes is not None and not builder.is_chain and not builder.draws:
         defaults["depths"] = min(drafter.num_depths, table.depths)
     return {name: value for name, value in defaults.items() if name in drafter.settings and value is not None}
+
+
+def choose_drafter_temperature(drafter: Drafter | None, temperature: float) -> float:
+    """Returns the temperature of the draft for a sampling temperature. Without a drafter, the value has no effect."""
+    return 1.0 if drafter is None else max(drafter.drafter_temperature, min(temperature, 1.0))
+
+
+def describe_drafter_temperature(drafter: Drafter) -> str:
+    """Returns the formula of `choose_drafter_temperature` for records; T is the sampling temperature."""
+    return f"max({drafter.drafter_temperature:g}, min(T, 1))"
 
 
 def choose_lanes(drafter: Drafter, nodes: int, table: DeviceDefaults) -> int | None:

@@ -131,13 +131,14 @@ def _choose_tree(
 
     Raises ValueError for a rule that would not be lossless, or a tree selector that does not fit the call.
     """
-    shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
+    sizes = {field.name: getattr(config, field.name) for field in fields(TreeShape) if field.name != "selector"}
+    selector = None if config.selector is None else _read_tree_selector(config, digest_pair(verifier, drafter))
+    shape = TreeShape(**sizes, selector=selector)
     distribution = builder.distribution_for(shape)
-    if config.selector is None:
+    if selector is None:
         rule, nodes = config.acceptance or default_rule(distribution), config.nodes
     else:
-        selector = _read_tree_selector(config, digest_pair(verifier, drafter))
-        shape, rule, nodes = replace(shape, selector=selector), selector.rule, selector.num_nodes
+        rule, nodes = selector.rule, selector.num_nodes
     check_lossless(rule, distribution)
     return shape, rule, nodes
 
