@@ -6,6 +6,7 @@ import enum
 import ipaddress
 import itertools
 import json
+import os
 import random
 import uuid
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from treeflash_jax.constraints.compiler.json_texts import parse
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import is_nothing
 
-SUITE = Path(__file__).parents[3] / "shared/data/json_schema_suite"
+# A clone of https://github.com/json-schema-org/JSON-Schema-Test-Suite, under the name that jsonschema's own tests read. The
+# numbers below are those of its commit 44401e0c.
+SUITE = Path(os.environ.get("JSON_SCHEMA_TEST_SUITE", "JSON-Schema-Test-Suite")) / "tests/draft2020-12"
 
 
 def permutations(value):
@@ -39,9 +42,9 @@ def permutations(value):
         yield value
 
 
-@pytest.mark.skipif(not SUITE.exists(), reason="half of the public JSON Schema test suite is not here")
+@pytest.mark.skipif(not SUITE.exists(), reason="JSON_SCHEMA_TEST_SUITE names no clone of the public JSON Schema test suite")
 def test_public_suite():
-    """Of 237 schemas, 12 are refused and 220 have a valid value that is possible; for none is an invalid one possible."""
+    """No schema allows an invalid value. Of 461, 43 are refused, and 9 allow none of their valid values."""
     groups = [group for path in sorted(SUITE.rglob("*.json")) for group in json.loads(path.read_text())]
     refused, without = [], []
     for group in groups:
@@ -57,7 +60,7 @@ def test_public_suite():
         assert False not in found, group
         if True not in found and any(case["valid"] for case in group["tests"]):
             without.append(group["description"])
-    assert len(groups) == 237 and len(refused) == 12 and len(without) == 5
+    assert len(groups) >= 461 and len(refused) <= 43 and len(without) <= 9
 
 
 SCALARS = None, True, 0, 3, -1, 7, 2.5, "", "a", "ab", 'é"', "\x00"
