@@ -96,7 +96,7 @@ def install_cell(address: str, trains: bool, chats: bool = False) -> str:
 def rendered(text: str, address: str, notebook: str = "") -> str:
     """Returns README.md or the first cell of a notebook with its part between the markers made anew."""
     if notebook:
-        lines = [badge(address, notebook) if address else f"Outside a clone, such as in Colab, first {UPLOAD}."]
+        lines = [badge(address, notebook) if address else f"In a clone, go on. In Colab, first {UPLOAD}."]
     else:
         clone = f"```sh\ngit clone {address} treeflash\ncd treeflash\n```" if address else ""
         lines = [badge(address, NOTEBOOKS[0].name), clone]
