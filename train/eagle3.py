@@ -219,7 +219,9 @@ def rollout_sums(
         token_bni, label_bni = (_after(batch.tokens_bt, index_bn, first_at, settings.steps) for first_at in (1, 2))
         carried_bnd, keys, scores = pick(carried_bsd, index_bn), (), []
         for i in range(settings.steps):
-            hidden_bnd, new = step(weights, tables, first, where, carried_bnd, keys, position_bn + i, token_bni[:, :, i])
+            hidden_bnd, new = step(
+                weights, tables, first, where, carried_bnd, keys, position_bn=position_bn + i, token_bn=token_bni[:, :, i]
+            )
             keys = (*keys, new)
             teacher_bnd = _after(teacher.hidden_btd, index_bn, 1 + i, 1)[:, :, 0]
             scores.append(score(weights, tables, hidden_bnd, teacher_bnd, label_bni[:, :, i]))
@@ -233,7 +235,7 @@ def rollout_sums(
     return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
 
 
-def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, network, attention):
+def _step(weights, tables, first, where, carried_bnd, keys, *, position_bn, token_bn, network, attention):
     """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
     input_bn = network.layer_input(weights, tables, token_bn, carried_bnd)
     new = network.keys_values(weights, input_bn, position_bn)
