@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import jax
 
-from train.drafter import WITH_HEAD, BlockStage
 from train.runtime import run_config
+from train.stages.block_stage import WITH_HEAD, BlockStage
 from train.stages.drafting import check_kind
 from train.stages.drafting import train as main
 from treeflash_jax.core import parameters

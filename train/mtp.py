@@ -9,7 +9,7 @@ which stays frozen.
 
 Writes a folder, RUN/model, with the published names of the layer's tensors.
 
-Shape suffixes: as in `train.eagle3`.
+Shape suffixes: as in `train.stages.rollout`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import jax
 
-from train.eagle3 import RolloutConfig, check_chunks, rollout_sums
 from train.runtime import run_config
 from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, check_kind
 from train.stages.drafting import train as main
+from train.stages.rollout import RolloutConfig, check_chunks, rollout_sums
 from train.stages.teacher import Teacher
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting

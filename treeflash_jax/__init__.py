@@ -31,8 +31,10 @@ __all__ = [
     "Session",
     "Text",
     "TreeFlash",
+    "keep_programs",
+    "load",
+    "make_mesh",
 ]
-__all__ += ["keep_programs", "load", "make_mesh"]
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ from train import mtp
 from train.data import packing
 from train.data.packing import Document, PackedBatch
 from train.runtime import run_config
-from train.stages import drafting
+from train.stages import drafting, rollout
 from train.stages.registry import read_stage
 from treeflash_jax.drafters import Eagle3Drafter, Inputs, MtpDrafter, NewPositions, mtp_drafter
 from treeflash_jax.formats import model_files
@@ -92,10 +92,10 @@ def test_a_step_is_what_drafting_gives(kind):
             drafting["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)
             allowed = np.arange(9) + np.asarray(drafting["offsets"])
             packed = replace(packed, tokens_bt=jnp.asarray(allowed[np.asarray(packed.tokens_bt) % 9], jnp.int32))
-        settings = stage.RolloutConfig(steps=STEPS, decay=0.7, chunk=4)
+        settings = rollout.RolloutConfig(steps=STEPS, decay=0.7, chunk=4)
         trained = {name: tree for name, tree in drafting.items() if name != "offsets"}
         frozen = {"verifier": weights} | {name: tree for name, tree in drafting.items() if name == "offsets"}
-        objective = partial(stage.rollout_sums, settings=settings, verifier=model, network=network)
+        objective = partial(rollout.rollout_sums, settings=settings, verifier=model, network=network)
         sums = jax.jit(objective)(trained, frozen, packed, jax.random.split(jax.random.key(2), 1))
         ids = np.arange(12) if vocabulary == 12 else allowed
         loss = weight = 0.0
@@ -163,11 +163,11 @@ def test_settings_of_a_run_are_known_by_its_kind(toml):
 
 def test_positions_are_drawn_among_those_that_predict_an_answer():
     """Up to `anchors` distinct positions, and other ones with another key."""
-    packed, settings = make_batch(), stage.RolloutConfig(steps=STEPS, anchors=8, chunk=4)
+    packed, settings = make_batch(), rollout.RolloutConfig(steps=STEPS, anchors=8, chunk=4)
     keys = jax.random.split(jax.random.key(0), 5)[:, None]
-    draw = jax.jit(stage.draw_positions, static_argnums=1)
+    draw = jax.jit(rollout.draw_positions, static_argnums=1)
     drawn = [tuple(map(np.asarray, draw(packed, settings, key))) for key in keys]
     for index, is_there in drawn:
         assert sorted(index[is_there].tolist()) == [0, 1, 2, 3, 4, 7, 8]  # 5 answer tokens, then 2
-    few = [draw(packed, stage.RolloutConfig(steps=STEPS, anchors=4), key)[0].tolist() for key in keys]
+    few = [draw(packed, rollout.RolloutConfig(steps=STEPS, anchors=4), key)[0].tolist() for key in keys]
     assert len({tuple(sorted(step[0])) for step in few}) > 1 and all(len({*step[0]}) == 4 for step in few)

@@ -17,11 +17,12 @@ from refusals import refused, snapshot
 import treeflash_jax as tf
 from train import export, head
 from train.data import documents, packing
-from train.eagle3 import Eagle3Stage, RolloutConfig
+from train.eagle3 import Eagle3Stage
 from train.runtime import loop, picture, run_config, watch
 from train.runtime.checkpoint import claim
 from train.stages import drafting
 from train.stages.evaluation import held_out_prompts
+from train.stages.rollout import RolloutConfig
 from treeflash_jax.core import files
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter

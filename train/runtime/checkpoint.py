@@ -40,7 +40,7 @@ class Checkpoints:
         kept = [policies.LatestN(loop.keep)]
         if loop.best:
             worst = float("inf") if loop.best_mode == "min" else float("-inf")
-            how = dict(reverse=loop.best_mode == "min", n=1, keep_checkpoints_without_metrics=False)
+            how = {"reverse": loop.best_mode == "min", "n": 1, "keep_checkpoints_without_metrics": False}
             kept.append(policies.BestN(get_metric_fn=lambda metrics: (metrics or {}).get(loop.best, worst), **how))
         self.inner = ocp.training.Checkpointer(
             self.folder / "checkpoints",

@@ -121,14 +121,14 @@ class _Run:
         transform = training_state.make_optimizer(settings.optimizer, steps, task.specs)
         example = training_state.abstract_batch(loop.batch, settings.data.sequence_length)
         abstract = training_state.abstract_state(task, transform, example, mesh)
-        out = dict(out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
         self.state: TrainState = checkpoints.restore(abstract)
         if self.state is None:
             initial_state = partial(training_state.initial_state, task, transform, batch=example)
-            self.state = programs.jit(initial_state, **out)(params)
-        every = dict(accumulate=loop.accumulate, log_every=loop.log_every or steps)
+            self.state = programs.jit(initial_state, out_shardings=shardings)(params)
+        every = {"accumulate": loop.accumulate, "log_every": loop.log_every or steps}
         update = training_state.make_update(task, transform, steps=steps, seed=loop.seed, **every)
-        self.update = programs.jit(update, donate_argnums=0, **out)
+        self.update = programs.jit(update, donate_argnums=0, out_shardings=shardings)
         self.start = int(sharding.to_host(self.state.step))
         if self.start > steps:
             raise ValueError(

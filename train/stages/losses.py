@@ -36,22 +36,22 @@ def drafting_loss(name: LossName, logits: jax.Array, labels: jax.Array, log_p: j
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """-log q(label)."""
+    """Returns -log q(label)."""
     return vocab.log_sum_exp(logits) - vocab.take(logits, labels[..., None])[..., 0]
 
 
 def forward_kl(logits: jax.Array, log_p: jax.Array) -> jax.Array:
-    """KL(p || q) = sum p (log p - log q); its gradient is q - p."""
+    """Returns KL(p || q) = sum p (log p - log q); its gradient is q - p."""
     return jnp.sum(jnp.exp(log_p) * (log_p - log_softmax(logits)), axis=-1)
 
 
 def l1_distance(logits: jax.Array, log_p: jax.Array) -> jax.Array:
-    """sum |p - q|, which is 2 - 2 sum min(p, q)."""
+    """Returns sum |p - q|, which is 2 - 2 sum min(p, q)."""
     return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_softmax(logits))), axis=-1)
 
 
 def overlap(logits: jax.Array, log_p: jax.Array) -> jax.Array:
-    """sum min(p, q)."""
+    """Returns sum min(p, q)."""
     return jnp.sum(jnp.minimum(jnp.exp(log_p), jnp.exp(log_softmax(logits))), axis=-1)
 
 

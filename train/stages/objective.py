@@ -166,8 +166,9 @@ def drafting_sums(
     def chunk_sums(chunk: blocks.Blocks) -> Sums:
         run = jax.checkpoint(hidden_states) if "backbone" in params else hidden_states
         hidden_bnid = run(backbone, context, chunk.anchors_bn)
+        head = params.get("head")
         score = jax.checkpoint(partial(score_sums, settings=settings, drafter=drafter))
-        return score(params.get("head"), backbone["norm"], tables, batch, teacher, chunk, hidden_bnid, sample)
+        return score(head, backbone["norm"], tables, batch, teacher, chunk=chunk, hidden_bnid=hidden_bnid, sample=sample)
 
     return sum_chunks(chunk_sums, split_chunks(chosen, settings.chunk))
 
@@ -191,10 +192,10 @@ def score_sums(
     tables: Params,
     batch: PackedBatch,
     teacher: Teacher,
+    *,
     chunk: blocks.Blocks,
     hidden_bnid: jax.Array,
     sample: Sample | None,
-    *,
     settings: ObjectiveConfig,
     drafter: BlockDrafter,
 ) -> Sums:

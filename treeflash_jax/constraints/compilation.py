@@ -121,7 +121,6 @@ def _find_tokens(tag: str, tokenizer: Tokenizer) -> list[str]:
     text = json.dumps(parse_json(tag), ensure_ascii=False)
     added = [token.content for token in tokenizer.inner.added_tokens_decoder.values()]
     tokens = [token for token in added if json.dumps(token, ensure_ascii=False)[1:-1] in text]
-    expect(
-        len(tokens) <= 256, "number of added tokens in structural_tag", len(tokens), "at most 256"
-    )  # a marker has one byte
+    # A marker has one byte.
+    expect(len(tokens) <= 256, "number of added tokens in structural_tag", len(tokens), "at most 256")
     return tokens

@@ -14,8 +14,7 @@ from treeflash_jax.core.checks import clipped
 RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
 MOST_STATES = 2**17
 MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # limits on the compilation of one constraint
-# The package itself is not imported, nor JAX with it.
-# OpenBLAS would reserve memory for every core.
+# Imports neither the package nor JAX. OpenBLAS would reserve memory for every core.
 START = """import os, sys, types
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 sys.modules["treeflash_jax"] = package = types.ModuleType("treeflash_jax")

@@ -78,13 +78,13 @@ def call(function: Wrapped, *args: Any, mesh: Mesh | None = None, clock: Clock |
     return outputs
 
 
-def wait(*programs: "Program", clock: Clock) -> None:
+def wait(*programs: Program, clock: Clock) -> None:
     """Waits until programs are compiled; see `as_compiled`."""
     for _ in as_compiled(*programs, clock=clock):
         pass
 
 
-def as_compiled(*programs: "Program", clock: Clock) -> Iterator[Program]:
+def as_compiled(*programs: Program, clock: Clock) -> Iterator[Program]:
     """Yields programs in the given order, each as soon as it is compiled. The clock counts the waiting as compilation.
 
     A program that takes over a second is announced. The announcement has its number among the programs that are not yet
