@@ -12,7 +12,7 @@ from train import ask, drafter, export, measure, respond
 from train.pairing.compose import Composer, PairConfig
 from train.runtime import run_config
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import read_json
+from treeflash_jax.core.json_files import read_json
 from treeflash_jax.core.settings import dotted
 
 ALWAYS_GIVEN = ("verifier", "seed")

@@ -14,8 +14,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise

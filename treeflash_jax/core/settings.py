@@ -18,7 +18,9 @@ from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from treeflash_jax.core.checks import INT32, UnknownSetting, clipped, coerce, hint, parse_json, quoted
+from treeflash_jax.core.checks import INT32, UnknownSetting, coerce, hint
+from treeflash_jax.core.error_text import clipped, quoted
+from treeflash_jax.core.json_files import parse_json
 
 T = TypeVar("T")
 kinds = functools.cache(get_type_hints)  # types of a dataclass's fields, by name

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import expect, read_json
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.json_files import read_json
 from treeflash_jax.core.parameters import Entry, Params
 from treeflash_jax.core.settings import build
 from treeflash_jax.formats import storage, tensor_files

@@ -6,7 +6,8 @@ from functools import partial
 
 from treeflash_jax.constraints import compilation
 from treeflash_jax.constraints.tables import AutomatonTable
-from treeflash_jax.core.checks import WrongValue, coerce, expect, quoted
+from treeflash_jax.core.checks import WrongValue, coerce, expect
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings.defaults import choose_drafter_temperature
