@@ -32,7 +32,8 @@ from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_KINDS, TPU_MEMORY, Device
 from treeflash_jax.core.dtypes import dtype_setting
-from treeflash_jax.core.settings import add_options, option_values, setting
+from treeflash_jax.core.setting_options import add_options, option_values
+from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter
