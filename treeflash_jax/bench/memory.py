@@ -186,7 +186,7 @@ def compile_programs(
     with running(mesh, "weights and caches fit, but not the rest"):
         print_progress("compiling the prefill")
         _, state = compile_program(loops.init_state, *inputs, plan=plan.shared, dtype=dtype)
-        prefill, state = compile_program(loops.prefill_chunks, weights, state, inputs[1], count, plan=plan.shared)
+        prefill, state = compile_program(loops.prefill_chunks, weights, state, inputs.length_b, count, plan=plan.shared)
         print_progress("compiling the rounds")
         return prefill, compile_program(loops.decode, weights, state, count, plan=plan)[0]
 
