@@ -14,7 +14,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import AssistantDrafter
-from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
+from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, make_batch
 from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import DeltaSizes, KindSizes, ModelConfig, Rope
 
@@ -127,10 +127,10 @@ def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) 
     usual = {"max_new_tokens": 20, "builder": "best-first" if model.drafter else "none"}
     plan, batch = planned_batch(model, prompts, capacity, **usual | settings)
     begun = loops.init_state(*batch, plan=plan.shared, dtype=model.dtype)
-    return plan, loops.prefill_chunks(model.weights, begun, batch[1], jnp.int32(capacity), plan=plan.shared)
+    return plan, loops.prefill_chunks(model.weights, begun, batch.length_b, jnp.int32(capacity), plan=plan.shared)
 
 
-def planned_batch(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:
+def planned_batch(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, Batch]:
     """The plan of a call, and the inputs of its prompts for these caches."""
     call = model.prepare(prompts, **{"max_new_tokens": 64, "stop_ids": (), "batch_size": len(prompts)} | settings)
     sizes = SamplingSizes.fit(call.requests)

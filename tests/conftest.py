@@ -62,7 +62,7 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
-from treeflash_jax.core import checks, parameters, programs  # noqa: E402
+from treeflash_jax.core import error_text, parameters, programs  # noqa: E402
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, fresh_layers  # noqa: E402
 from treeflash_jax.engine import loading  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
@@ -141,7 +141,7 @@ def forget_programs() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def forget_warnings() -> None:
     """Each text is logged once in a process: here, once in a test."""
-    checks.warn.cache_clear()
+    error_text.warn.cache_clear()
 
 
 @pytest.fixture

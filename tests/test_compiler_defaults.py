@@ -90,7 +90,7 @@ def test_programs_of_smollm2_have_few_instructions(as_users_compile):
         state = jax.eval_shape(partial(loops.init_state, plan=plan.shared, dtype=weights.dtype), *batch)
         lowered = {f"decode {builder}": loops.decode.lower(weights, state, one, one, plan=plan)}
         if plan.drafts:
-            lowered["prefill"] = loops.prefill_chunks.lower(weights, state, batch[1], one, plan=plan.shared)
+            lowered["prefill"] = loops.prefill_chunks.lower(weights, state, batch.length_b, one, plan=plan.shared)
         counts |= {name: programs.compile_lowered(x, None).as_text().count(" = ") for name, x in lowered.items()}
     most = {"decode best-first": 26_300, "prefill": 18_200, "decode none": 14_400}
     print(counts)

@@ -14,7 +14,7 @@ from refusals import refused
 from serve.servers import CHAT, running
 
 import treeflash_jax as tf
-from treeflash_jax.core.settings import add_options
+from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.decoding.processors import PROCESSORS, Nodes
 from treeflash_jax.drafters import NgramDrafter
 from treeflash_jax.engine.settings.generate_config import sampling_setting

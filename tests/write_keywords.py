@@ -10,7 +10,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from treeflash_jax.core.settings import describe, field_names
+from treeflash_jax.core.setting_tables import describe
+from treeflash_jax.core.settings import field_names
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.settings import keywords
 from treeflash_jax.engine.settings.generate_config import GenerateConfig

@@ -22,7 +22,8 @@ from train.stages.block_stage import WITH_HEAD, BlockStage
 from train.stages.drafting import copy_weights
 from train.stages.drafting import train as main
 from treeflash_jax.core import parameters
-from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers, fresh_layers

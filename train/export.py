@@ -28,8 +28,9 @@ from train.stages.drafting import DraftingStage, read_drafter_config, read_input
 from train.stages.evaluation import assemble, held_out_prompts
 from train.stages.registry import read_stage
 from treeflash_jax.core import files, parameters, sharding, terminal
-from treeflash_jax.core.checks import clipped, read_json
 from treeflash_jax.core.dtypes import dtype_setting
+from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.json_files import read_json
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.engine.settings.defaults import PLAIN_CPU

@@ -28,8 +28,8 @@ from train.pairing.stages import PAIR_STAGES, StageInputs
 from train.runtime import hosts, run_config, watch
 from treeflash_jax.bench.report import format_interval
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import read_json
-from treeflash_jax.core.settings import dotted
+from treeflash_jax.core.json_files import read_json
+from treeflash_jax.core.setting_tables import dotted
 
 
 def main(settings: PairConfig) -> None:

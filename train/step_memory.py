@@ -26,7 +26,7 @@ from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.exit_status import exit_status
-from treeflash_jax.core.settings import add_options
+from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.engine.device_memory import in_units, usable_memory
 
 # Named scopes of a block drafter's step: verifier, backbone, head and loss, optimiser. Others' have the first and the last.

@@ -21,7 +21,7 @@ import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.bench import prompt_sets
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import read_jsonl
+from treeflash_jax.core.json_files import read_jsonl
 from treeflash_jax.models import caches, decoder
 
 KEPT = 32  # likeliest tokens of a depth

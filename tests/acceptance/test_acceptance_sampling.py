@@ -25,6 +25,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops, rounds, tree_choice
 from treeflash_jax.decoding.state import DecodePlan, Sampling
 from treeflash_jax.drafters import MtpDrafter, NgramDrafter
+from treeflash_jax.engine.schedule.batching import Batch
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.sampled import tree_selector
@@ -80,7 +81,7 @@ def exact() -> np.ndarray:
     return exact_strings(MODEL)
 
 
-def asked(part: int, size: int = BATCH, new: int = NEW, **numbers: float) -> tuple[jax.Array, jax.Array, Sampling]:
+def asked(part: int, size: int = BATCH, new: int = NEW, **numbers: float) -> Batch:
     """The prompt `size` times, its length, and the verifier's own distribution, but for `numbers`; keys differ by part."""
     full = lambda value, dtype: jnp.full(size, value, dtype)  # noqa: E731
     tokens_bs = jnp.zeros((size, 24), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
@@ -89,7 +90,7 @@ def asked(part: int, size: int = BATCH, new: int = NEW, **numbers: float) -> tup
         stop_ids_bx=jnp.full((size, 1), -1), drafter_temperature_b=full(1, jnp.float32),
         settings={name: full(value, jnp.asarray(value).dtype) for name, value in (UNFILTERED | numbers).items()},
     )  # fmt: skip
-    return tokens_bs, full(len(PROMPT), jnp.int32), sampling
+    return Batch(tokens_bs, full(len(PROMPT), jnp.int32), sampling)
 
 
 def planned(pair: TreeFlash, rule: str, settings: dict) -> DecodePlan:
@@ -103,7 +104,7 @@ def answers(pair: TreeFlash, plan: DecodePlan, *, batches: int = 1, size: int = 
     for part in range(batches):
         inputs = asked(part, size, new, **numbers)
         begun = loops.init_state(*inputs, plan=plan.shared, dtype=pair.dtype)
-        state = loops.prefill_chunks(pair.weights, begun, inputs[1], jnp.int32(len(PROMPT)), plan=plan.shared)
+        state = loops.prefill_chunks(pair.weights, begun, inputs.length_b, jnp.int32(len(PROMPT)), plan=plan.shared)
         states.append(loops.decode(pair.weights, state, rounds, plan=plan))
     assert all(bool(jnp.all(state.done_b)) for state in states)
     return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states

@@ -23,7 +23,8 @@ from treeflash_jax.cli import commands, demo
 from treeflash_jax.cli.chat_commands import parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
-from treeflash_jax.core.settings import default_text, option_values
+from treeflash_jax.core.setting_options import option_values
+from treeflash_jax.core.settings import default_text
 from treeflash_jax.engine import loading
 from treeflash_jax.formats import hub
 

@@ -24,7 +24,7 @@ from treeflash_jax.cli.chat_commands import COMMANDS, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import read_jsonl
+from treeflash_jax.core.json_files import read_jsonl
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.call.prompts import read_messages
 from treeflash_jax.engine.call.requests import Request

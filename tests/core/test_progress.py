@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import clock, compile_times, programs
-from treeflash_jax.core.checks import read_json
+from treeflash_jax.core.json_files import read_json
 
 
 def test_compilation_that_takes_long_is_announced_once_a_process(monkeypatch, caplog):

@@ -10,7 +10,9 @@ from refusals import mistake, refused
 
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core.checks import UnknownSetting, refuse_unknown
-from treeflash_jax.core.settings import add_options, build, changed, describe, option_values, setting, validate
+from treeflash_jax.core.setting_options import add_options, option_values
+from treeflash_jax.core.setting_tables import build, describe
+from treeflash_jax.core.settings import changed, setting, validate
 
 COLOURS = {"red": None}
 

@@ -97,7 +97,7 @@ def test_prefill_and_rounds_in_bfloat16_make_float32_logits_on_a_cpu(monkeypatch
     monkeypatch.setattr(decoder, "logits", lambda *args: seen.append(logits(*args).dtype.name) or logits(*args))
     plan, batch = planned_batch(model, [PROMPT], **drafts)
     state = jax.eval_shape(partial(loops.init_state, plan=plan.shared, dtype=model.dtype), *batch)
-    loops.prefill_chunks.trace(weights, state, batch[1], jnp.int32(1), plan=plan.shared)
+    loops.prefill_chunks.trace(weights, state, batch.length_b, jnp.int32(1), plan=plan.shared)
     loops.decode.trace(weights, state, jnp.int32(1), plan=plan)
     assert seen == ["float32"] * 2
 

@@ -198,8 +198,8 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, settings, batch):
     plan, inputs = planned_batch(pair, PROMPTS[:batch], CAPACITY, **settings)
     chunks = jax.device_put(jnp.int32(3))
     begun = loops.init_state(*inputs, plan=plan.shared, dtype=jnp.float32)
-    read = loops.prefill_chunks.lower(pair.weights, begun, inputs[1], chunks, plan=plan.shared).compile()
-    state = read(pair.weights, begun, inputs[1], chunks)
+    read = loops.prefill_chunks.lower(pair.weights, begun, inputs.length_b, chunks, plan=plan.shared).compile()
+    state = read(pair.weights, begun, inputs.length_b, chunks)
     assert_copies_nothing(read, state)
     assert_one_program(pair.weights, state, plan)
 

@@ -60,7 +60,7 @@ def test_kernels_of_a_call_are_in_its_passes(caplog):
         plan, batch = planned_batch(pair, [[1, 2, 3]], nodes=4, **settings)
         start = partial(loops.init_state, plan=plan.shared, dtype=pair.dtype)
         state, count = jax.eval_shape(start, *batch), jax.ShapeDtypeStruct((), jnp.int32)
-        prefill = loops.prefill_chunks.trace(pair.weights, state, batch[1], count, plan=plan.shared)
+        prefill = loops.prefill_chunks.trace(pair.weights, state, batch.length_b, count, plan=plan.shared)
         return [
             "gated_delta_rule" in str(x.jaxpr) for x in (prefill, loops.decode.trace(pair.weights, state, count, plan=plan))
         ]

@@ -38,8 +38,8 @@ def test_logits_are_those_of_transformers(depths):
     parts = [(ids[:prompt], ids[prompt : prompt + count]) for ids, prompt, count in texts]
     config = GenerateConfig(**settings)
     requests = make_requests([prompt for prompt, _ in parts], config, RANDOM_MODEL)
-    tokens_bs, length_b, sampling = make_batch(requests, SamplingSizes.fit(requests), capacity=32, dtype=jnp.float32)
-    state = DecodeState(tokens_bs, length_b, *[None] * 7, sampling)
+    batch = make_batch(requests, SamplingSizes.fit(requests), capacity=32, dtype=jnp.float32)
+    state = DecodeState(batch.tokens_bs, batch.length_b, *[None] * 7, batch.sampling)
     paths = np.full((len(parts), 1, depths), NO_TOKEN)
     answers = np.zeros((len(parts), 12), np.int32)
     kept = []
@@ -54,7 +54,7 @@ def test_logits_are_those_of_transformers(depths):
         state = processors.count_tokens(state.replace(end_b=state.end_b + kept_b), answers, kept_b)
         processed_bnv = processors.process(logits_bnv, state, jnp.asarray(paths))
         every_id = jnp.broadcast_to(jnp.arange(logits_bnv.shape[2]), logits_bnv.shape)
-        return processed_bnv, jnp.exp(accepting.make_target(processed_bnv, sampling).gather(every_id))
+        return processed_bnv, jnp.exp(accepting.make_target(processed_bnv, batch.sampling).gather(every_id))
 
     processed, probabilities = read(state, np.array(kept, np.int32), STORED["logits"][:, None])
     np.testing.assert_allclose(processed[:, 0], STORED["processed"], atol=1e-5)

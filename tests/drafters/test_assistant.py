@@ -40,7 +40,7 @@ def test_chains_are_the_published_ones(name):
     prompts = [expected[f"prompt{i}"].tolist() for i in range(3)]
     plan, inputs = planned_batch(pair, prompts, builder="walk", depths=4, children=16)
     begun = loops.init_state(*inputs, plan=plan.shared, dtype=pair.dtype, can_cut=True)  # rings would hold 12 positions
-    state = loops.prefill_chunks(pair.weights, begun, inputs[1], jnp.int32(9), plan=plan.shared)
+    state = loops.prefill_chunks(pair.weights, begun, inputs.length_b, jnp.int32(9), plan=plan.shared)
 
     @jax.jit
     def chain(weights, state):

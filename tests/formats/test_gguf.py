@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import treeflash_jax as tf
 from treeflash_jax.bench.check import describe_ends
 from treeflash_jax.cli.commands import main
-from treeflash_jax.core import checks
+from treeflash_jax.core import error_text
 from treeflash_jax.engine.device_memory import count_bytes, device_bytes
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import gguf_blocks, gguf_reader, model_files
@@ -215,7 +215,7 @@ def test_tokens_without_types_are_noted(tmp_path, caplog):
     """Also when the file is converted."""
     untyped = write_small(tmp_path / "untyped.gguf", {"tokenizer.ggml.token_type": None})
     for read in (Tokenizer.load, lambda path: model_files.convert_gguf(path, tmp_path / "out")):
-        checks.warn.cache_clear()
+        error_text.warn.cache_clear()
         caplog.clear()
         read(untyped)
         assert "untyped.gguf: got no tokenizer.ggml.token_type" in caplog.text

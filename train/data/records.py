@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from treeflash_jax.core.checks import expect, parse_json
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.files import fetch
+from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.call import prompts
 

@@ -29,7 +29,7 @@ from train.stages import choices
 from train.stages.evaluation import EvaluateConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import files, sharding
-from treeflash_jax.core.checks import warn
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.settings.defaults import choose_dtype
 from treeflash_jax.engine.settings.pairs import locate

@@ -12,8 +12,8 @@ from train import ask, drafter, export, measure, respond
 from train.pairing.compose import Composer, PairConfig
 from train.runtime import run_config
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import read_json
-from treeflash_jax.core.settings import dotted
+from treeflash_jax.core.json_files import read_json
+from treeflash_jax.core.setting_tables import dotted
 
 ALWAYS_GIVEN = ("verifier", "seed")
 Action = Literal["skip", "continue", "begin"]

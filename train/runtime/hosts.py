@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from train.data.packing import PackedBatch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import files, sharding, terminal
-from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.error_text import clipped
 
 # Beginnings of JAX's errors if it detects no cluster, and if this process has already used its devices.
 ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")

@@ -20,9 +20,11 @@ import tomli_w
 from etils import epath
 
 from treeflash_jax.core import files, programs
-from treeflash_jax.core.checks import UnknownSetting, clipped, quoted, suggestion
+from treeflash_jax.core.checks import UnknownSetting, suggestion
+from treeflash_jax.core.error_text import clipped, quoted
 from treeflash_jax.core.exit_status import exit_status
-from treeflash_jax.core.settings import build, describe, dotted, setting, setting_names
+from treeflash_jax.core.setting_tables import build, describe, dotted, setting_names
+from treeflash_jax.core.settings import setting
 
 T = TypeVar("T")
 MAX_SEED = 2**32 - 1  # JAX's keys ignore further bits

@@ -10,7 +10,7 @@ from train.language_model import LanguageModelStage
 from train.mtp import MtpStage
 from train.runtime import run_config
 from train.stages.drafting import DraftingStage
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.error_text import quoted
 
 STAGES: dict[str, type[DraftingStage]] = {
     "head": HeadStage,

@@ -12,7 +12,8 @@ import jax
 
 import treeflash_jax as tf
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import clipped, quoted, read_json, read_jsonl
+from treeflash_jax.core.error_text import clipped, quoted
+from treeflash_jax.core.json_files import read_json, read_jsonl
 
 BenchRecord = dict[str, Any]
 

@@ -14,8 +14,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
@@ -211,8 +212,8 @@ def find_divergence(
 
     logits_bnv = jnp.asarray(logits_v, at_least_float32(logits_v.dtype))[None, None]
     sizes = SamplingSizes.fit([request])
-    tokens_bs, length_b, sampling = make_batch([request], sizes, capacity=len(request.ids), dtype=logits_bnv.dtype)
-    state = without_caches(tokens_bs, length_b, sampling)
+    batch = make_batch([request], sizes, capacity=len(request.ids), dtype=logits_bnv.dtype)
+    state = without_caches(batch.tokens_bs, batch.length_b, batch.sampling)
     noise_bnv = programs.call(_noise, state.replace(end_b=jnp.array([len(prefix)])), logits_bnv)
     state = processors.init_processors(state, logits_v.size, processor)
     answer_bni = jnp.asarray(plain[:index], jnp.int32)[None, None]
@@ -221,7 +222,7 @@ def find_divergence(
 
     def is_drawn(token: int, other: int) -> bool:
         favoured_bnv = logits_bnv.at[..., token].add(tolerance / 2).at[..., other].add(-tolerance / 2)
-        return token == int(programs.call(_draw, favoured_bnv, sampling, noise_bnv)[0, 0])
+        return token == int(programs.call(_draw, favoured_bnv, batch.sampling, noise_bnv)[0, 0])
 
     near_tie = is_drawn(*tokens) and is_drawn(*reversed(tokens))
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=float(high - low), near_tie=near_tie)

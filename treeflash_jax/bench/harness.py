@@ -27,7 +27,7 @@ from treeflash_jax.bench.bench_records import (
 from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
-from treeflash_jax.core.checks import parse_json
+from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.engine.answers.results import LOW_TAU_QUESTION
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.call.requests import Request, find_stops

@@ -32,7 +32,8 @@ from treeflash_jax.core import files, parameters, programs, sharding, terminal
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES, TPU_KINDS, TPU_MEMORY, Device
 from treeflash_jax.core.dtypes import dtype_setting
-from treeflash_jax.core.settings import add_options, option_values, setting
+from treeflash_jax.core.setting_options import add_options, option_values
+from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter
@@ -185,7 +186,7 @@ def compile_programs(
     with running(mesh, "weights and caches fit, but not the rest"):
         print_progress("compiling the prefill")
         _, state = compile_program(loops.init_state, *inputs, plan=plan.shared, dtype=dtype)
-        prefill, state = compile_program(loops.prefill_chunks, weights, state, inputs[1], count, plan=plan.shared)
+        prefill, state = compile_program(loops.prefill_chunks, weights, state, inputs.length_b, count, plan=plan.shared)
         print_progress("compiling the rounds")
         return prefill, compile_program(loops.decode, weights, state, count, plan=plan)[0]
 

@@ -151,7 +151,7 @@ class Bench:
         """Adds the reading of whole prompts into new caches. Returns the state after it."""
         weights, plan = self.model.weights, self.plans[0].shared
         start = self._compile(loops.init_state, *inputs, plan=plan, dtype=weights.dtype)
-        length_b, max_chunks = inputs[1], jnp.int32(self.context)  # reading ends after the last chunk
+        length_b, max_chunks = inputs.length_b, jnp.int32(self.context)  # reading ends after the last chunk
         read = self._compile(loops.prefill_chunks, weights, start(*inputs), length_b, max_chunks, plan=plan)
         return self._add_repeated("prefill", None, lambda: read(weights, start(*inputs), length_b, max_chunks), units)
 

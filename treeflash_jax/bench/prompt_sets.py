@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from treeflash_jax.core.checks import read_jsonl
+from treeflash_jax.core.json_files import read_jsonl
 from treeflash_jax.engine.call.prompts import Prompt, read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"

@@ -18,7 +18,8 @@ from rich.table import Table
 
 from treeflash_jax.bench.bench_records import PEER, SHARED, BenchRecord, is_comparable, read_records, record_key
 from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, conclude
-from treeflash_jax.core.settings import add_options, setting
+from treeflash_jax.core.setting_options import add_options
+from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import Console
 
 RESAMPLES = 2000  # number of resamples in the bootstrap

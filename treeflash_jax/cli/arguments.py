@@ -6,8 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from treeflash_jax.core.checks import clipped, hint, parse_json, quoted, suggestion
-from treeflash_jax.core.settings import add_options, default_text, field_names
+from treeflash_jax.core.checks import hint, suggestion
+from treeflash_jax.core.error_text import clipped, quoted
+from treeflash_jax.core.json_files import parse_json
+from treeflash_jax.core.setting_options import add_options
+from treeflash_jax.core.settings import default_text, field_names
 from treeflash_jax.engine.settings.generate_config import GROUPS, REFUSED, GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from treeflash_jax.cli.chat_commands import QUIT, Conversation, obey
 from treeflash_jax.cli.line_editor import LineEditor
-from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import shown
 from treeflash_jax.engine.answers.results import Chunk, Result

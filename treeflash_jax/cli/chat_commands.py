@@ -12,7 +12,8 @@ from rich.console import Console
 from treeflash_jax.cli.arguments import note_single_choice, read_schema
 from treeflash_jax.cli.prompt_options import CHATS, add_system
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import expect, hint, parse_json
+from treeflash_jax.core.checks import expect, hint
+from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.core.settings import coerce_field, field_names
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.model import TreeFlash

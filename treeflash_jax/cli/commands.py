@@ -30,10 +30,11 @@ from treeflash_jax.cli.chat import ChatOptions, converse, ending, format_statist
 from treeflash_jax.cli.chat_commands import NOT_IN_CHAT
 from treeflash_jax.cli.prompt_options import add_prompts, describe_prompt, parse_prompts
 from treeflash_jax.core import programs
-from treeflash_jax.core.checks import LONGEST_PATH, clipped
 from treeflash_jax.core.dtypes import dtype_name
+from treeflash_jax.core.error_text import LONGEST_PATH, clipped
 from treeflash_jax.core.exit_status import exit_status
-from treeflash_jax.core.settings import add_options, field_names, option_values
+from treeflash_jax.core.setting_options import add_options, option_values
+from treeflash_jax.core.settings import field_names
 from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.prompts import Prompt

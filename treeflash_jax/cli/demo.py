@@ -21,7 +21,8 @@ from treeflash_jax.bench.bench_records import BenchRecord
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
-from treeflash_jax.core.settings import add_options, setting
+from treeflash_jax.core.setting_options import add_options
+from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import Console, shown
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.model_options import ModelOptions

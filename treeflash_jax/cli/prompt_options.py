@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.core.checks import clipped, read_jsonl
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.settings import add_options, setting
+from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.json_files import read_jsonl
+from treeflash_jax.core.setting_options import add_options
+from treeflash_jax.core.settings import setting
 from treeflash_jax.engine.call.prompts import Prompt, Text, parse_ids, read_messages
 
 PIPE_SECONDS = 1.0  # time in which a program must send its first text into a pipe

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
-from treeflash_jax.core.checks import WrongValue, expect, parse_json, quoted
+from treeflash_jax.core.checks import WrongValue, expect
+from treeflash_jax.core.error_text import quoted
+from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Demands
 from treeflash_jax.formats.tokenizer import Tokenizer

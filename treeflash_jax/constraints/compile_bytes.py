@@ -9,7 +9,7 @@ from pathlib import Path
 
 from treeflash_jax.constraints.compiler import compile_process
 from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton
-from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.error_text import clipped
 
 RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
 MOST_STATES = 2**17

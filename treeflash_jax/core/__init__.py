@@ -1,1 +1,1 @@
-"""Devices, sharding, parameters, programs, files, settings and checks. Every other folder imports from here."""
+"""Devices, sharding, parameters, programs, files, settings, checks, texts of errors. Other folders import from here."""

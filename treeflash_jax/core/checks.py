@@ -1,25 +1,13 @@
-"""Checks of users' values: types and limits, JSON files, quoting in one line, suggestions for unknown names."""
+"""Checks of users' values: types, limits, and suggestions for unknown names."""
 
 import difflib
-import functools
-import json
-import logging
 import operator
-import os
-import re
-import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from treeflash_jax.core.conversion import Mismatch, convert
+from treeflash_jax.core.error_text import clipped, quoted
 
-T = TypeVar("T")
-logger = logging.getLogger("treeflash_jax")
-
-QUOTED = 60  # most characters of a value in a message
-LONGEST_PATH = 120  # most characters of a path in a message
-LINE = 300  # most characters of a message
 INT32 = 2**31 - 1
 LIMITS = {  # keywords of limits on numbers, with their tests and their words in messages
     "least": (operator.ge, "at least"),
@@ -27,52 +15,6 @@ LIMITS = {  # keywords of limits on numbers, with their tests and their words in
     "above": (operator.gt, "above"),
     "below": (operator.lt, "below"),
 }
-
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, except tabs and line breaks
-
-_short = reprlib.Repr()
-_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, QUOTED, QUOTED, QUOTED
-_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
-
-
-def quoted(value: Any, size: int = QUOTED) -> str:
-    """Formats any value for a message: one line of at most `size` characters."""
-    try:
-        text = _short.repr(value)
-    except Exception:  # raised by the value's __repr__
-        text = type(value).__name__
-    return clipped(text.encode("utf-8", "backslashreplace").decode(), size)
-
-
-def printable(text: str) -> str:
-    """Replaces control characters, which terminals obey, by escapes such as \\x1b. Tabs and line breaks stay."""
-    return CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
-
-
-def clipped(text: object, size: int = LINE) -> str:
-    """Formats text, such as an error or a name from a file, as one line of at most `size` characters for a message."""
-    line = printable(" ".join(str(text).split()))
-    return line if len(line) <= size else line[: size - 4] + " ..."
-
-
-@functools.lru_cache(maxsize=1024)
-def warn(text: str) -> None:
-    """Logs a warning of one line, each text once in a process."""
-    logger.warning(clipped(text))
-
-
-def clipping(function: T) -> T:
-    """Makes a function clip its errors to one line, because they quote names and contents of files."""
-
-    @functools.wraps(function)
-    def checked(*args: Any, **keywords: Any) -> Any:
-        try:
-            return function(*args, **keywords)
-        except (ValueError, FileNotFoundError) as error:
-            error.args = (clipped(error),)
-            raise
-
-    return checked
 
 
 def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") -> None:
@@ -157,64 +99,6 @@ def _numbers(value: Any) -> Iterator[float]:
 def whole(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
     """Returns an integer from `least` to `most` as Python's int. Raises ValueError for any other value."""
     return coerce(int, value, name, least=least, most=most, says=f"{least} to {most}" if most < INT32 else "")
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parses JSON.
-
-    Raises ValueError, without a file's name, for invalid JSON, deep nesting, and integers with too many digits.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("not valid JSON: nested too deeply") from None
-    except ValueError as error:  # wrong syntax or UTF-8, or an integer of over 4,300 digits
-        raise ValueError(f"not valid JSON: {clipped(error, LONGEST_PATH)}") from None
-
-
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Reads a JSON file that contains an object. Raises FileNotFoundError, and ValueError for any other content."""
-    try:
-        raw = parse_json(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} not found; expected a Hugging Face model folder") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); expected a JSON file") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: got a JSON {type(raw).__name__}, expected an object")
-    return raw
-
-
-def read_jsonl(path: str | Path, *, start: bytes | None = None) -> list[tuple[int, dict[str, Any]]]:
-    """Reads the objects of a JSONL file with their line numbers.
-
-    If `start` is given, it is the text with which all lines begin. A last line that was cut off is then left out, with a
-    warning.
-
-    Raises FileNotFoundError. Raises ValueError for a file that cannot be read, or a line that is not a JSON object.
-    """
-    try:
-        lines = Path(path).read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(f"cannot read {path}: {error.strerror}") from None
-    objects = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = parse_json(line)
-        except ValueError as error:
-            if start is not None and not line.endswith(b"\n") and start.startswith(line[: len(start)]):
-                warn(f"{path}:{number}: the last line is cut off and left out")
-                break
-            raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
-        objects.append((number, value))
-    return objects
 
 
 # Names of settings in transformers, vLLM, OpenAI's API and llama.cpp, with our names for each. The first known one counts.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.error_text import clipped
 
 logger = logging.getLogger("treeflash_jax")
 SILENT_SECONDS = 1.0

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import read_json
+from treeflash_jax.core.json_files import read_json
 
 MOST_ENTRIES = 1000  # further entries replace the oldest
 

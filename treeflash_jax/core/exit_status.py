@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import jax
 
-from treeflash_jax.core.checks import UnknownSetting, clipped
+from treeflash_jax.core.checks import UnknownSetting
+from treeflash_jax.core.error_text import clipped
 
 
 def exit_status(command: Callable[[], int | None], name: str) -> int:

@@ -18,7 +18,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.core.checks import LONGEST_PATH, clipped, expect
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import LONGEST_PATH, clipped
 
 LAST = "config.json"  # written last: a folder without it is no model
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.gguf")

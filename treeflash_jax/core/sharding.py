@@ -14,8 +14,9 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from treeflash_jax.core.checks import coerce, quoted, whole
+from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.core.devices import Device, describe
+from treeflash_jax.core.error_text import quoted
 
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),

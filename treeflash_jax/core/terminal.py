@@ -6,7 +6,7 @@ from typing import Any
 from rich import console
 from rich.text import Text
 
-from treeflash_jax.core.checks import printable
+from treeflash_jax.core.error_text import printable
 
 
 def shown(text: str, is_terminal: bool) -> str:

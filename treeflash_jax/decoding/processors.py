@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.dtypes import at_least_float32
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.decoding.state import Counts, DecodeState, Sampling
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend.indexing import pick

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.checks import warn
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, NewPositions, draft_ids, require_sizes

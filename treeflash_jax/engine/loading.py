@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from treeflash_jax.core import programs, sharding
-from treeflash_jax.core.checks import clipping, coerce, expect, refuse_unknown, warn
+from treeflash_jax.core.checks import coerce, expect, refuse_unknown
 from treeflash_jax.core.clock import slow
+from treeflash_jax.core.error_text import clipping, warn
 from treeflash_jax.core.settings import field_names
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Drafter

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.core.checks import coerce, warn, whole
+from treeflash_jax.core.checks import coerce, whole
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter

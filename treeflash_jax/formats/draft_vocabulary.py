@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from treeflash_jax.core import files, programs, sharding
-from treeflash_jax.core.checks import read_json
+from treeflash_jax.core.json_files import read_json
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.formats.keys import Keys

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.core.checks import QUOTED, clipped, quoted
+from treeflash_jax.core.error_text import QUOTED, clipped, quoted
 from treeflash_jax.formats.keys import Keys
 
 # Types of metadata values: for numbers, their dtypes; then other types.

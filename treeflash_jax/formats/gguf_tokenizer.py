@@ -6,7 +6,8 @@ Source: ggml-org/llama.cpp, src/llama-vocab.cpp (pre-tokenizers and their defaul
 import json
 from typing import Any
 
-from treeflash_jax.core.checks import INT32, warn
+from treeflash_jax.core.checks import INT32
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.formats.gguf_reader import File
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type

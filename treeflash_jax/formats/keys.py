@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeflash_jax.core.checks import INT32, coerce, expect, quoted, warn
+from treeflash_jax.core.checks import INT32, coerce, expect
+from treeflash_jax.core.error_text import quoted, warn
 
 # Keys that may change outputs: of models, rope settings, drafters and GGUF files. They are refused unless a reader
 # implements them. Keys that are neither here nor known to a reader of configs are ignored with a warning, because releases

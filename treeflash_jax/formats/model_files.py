@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import expect, quoted, read_json, warn
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import quoted, warn
+from treeflash_jax.core.json_files import read_json
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.formats import (

@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import files, sharding
-from treeflash_jax.core.checks import QUOTED, clipped
 from treeflash_jax.core.dtypes import bits
+from treeflash_jax.core.error_text import QUOTED, clipped
 from treeflash_jax.core.parameters import Entry, Params, Spec, inside, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # metadata of files that `save` writes

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from treeflash_jax.core.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
+from treeflash_jax.core.error_text import LONGEST_PATH, QUOTED, clipped, quoted
+from treeflash_jax.core.json_files import read_json
 from treeflash_jax.formats.storage import FLOAT8
 
 FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)

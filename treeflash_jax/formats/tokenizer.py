@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from treeflash_jax.core.checks import clipped, quoted, warn
+from treeflash_jax.core.error_text import clipped, quoted, warn
 from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
 FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import expect, read_json
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.json_files import read_json
 from treeflash_jax.core.parameters import Entry, Params
-from treeflash_jax.core.settings import build
+from treeflash_jax.core.setting_tables import build
 from treeflash_jax.formats import storage, tensor_files
 from treeflash_jax.trees.sampled import tree_selector
 from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig

@@ -19,7 +19,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.checks import warn
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.models.attention import Operands, attend_plainly
 
 IMPLEMENTATIONS = ("chunked", "splash", "cudnn")

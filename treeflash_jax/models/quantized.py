@@ -33,8 +33,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import programs, sharding
-from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.dtypes import at_least_float32, bits
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.parameters import Params, Spec, is_spec
 from treeflash_jax.models.backend import block_products, block_scales, indexing, products
 from treeflash_jax.models.quantized_weight import Quantized, is_quantized

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import ServerCall, Usage

@@ -13,7 +13,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from treeflash_jax.core.checks import WrongValue, clipped
+from treeflash_jax.core.checks import WrongValue
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.serve.answering import Answering, Gone, ServerEnds
 from treeflash_jax.serve.call_reader import CallReader
 from treeflash_jax.serve.limits import Limits

@@ -7,7 +7,8 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from treeflash_jax.core.checks import WrongValue, clipped, warn
+from treeflash_jax.core.checks import WrongValue
+from treeflash_jax.core.error_text import clipped, warn
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
 from treeflash_jax.serve.model_form import model_prompts, model_settings

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols import protocol_at
 

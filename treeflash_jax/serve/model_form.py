@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from treeflash_jax.constraints.compilation import NAMES, as_tag
-from treeflash_jax.core.checks import warn
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Demands

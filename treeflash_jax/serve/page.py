@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 
-from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer

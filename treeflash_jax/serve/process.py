@@ -15,7 +15,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.serve.app import make_app

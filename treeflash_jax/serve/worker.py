@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from treeflash_jax.constraints.tables import allow_all
-from treeflash_jax.core.checks import clipped, expect, warn
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import clipped, warn
 from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request

@@ -107,7 +107,7 @@ def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automato
     """
     plan, mesh = runner.plan, runner.mesh
     if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
-        first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), mesh)
+        first_b = sharding.place(jnp.full(batch.length_b.shape, anchor, jnp.int32), mesh)
         state = Prefill(runner, batch, first_b=first_b).read_all()
     else:  # uses the program that reads any prompt
         state = Prefill(runner, batch).read_all()
@@ -116,7 +116,7 @@ def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automato
         accepted_bs = state.accepted_bs.at[:, : len(before)].set(jnp.asarray(before, jnp.int32))
         state = state.replace(accepted_bs=accepted_bs, rounds_b=state.rounds_b + len(before))
     if request.automaton is not None:  # prefill begins with the state of an empty answer
-        state = state.replace(automaton_b=sharding.place(jnp.full(batch[1].shape, automaton, jnp.int32), mesh))
+        state = state.replace(automaton_b=sharding.place(jnp.full(batch.length_b.shape, automaton, jnp.int32), mesh))
     return runner.call(loops.draft, runner.weights, state, plan=plan)
 
 

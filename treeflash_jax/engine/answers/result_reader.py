@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.checks import warn
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.decoding.processors import processor_name
 from treeflash_jax.decoding.state import LogProbs
 from treeflash_jax.engine.answers.drawn_trees import AnsweringModel, DraftAgain

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 
-from treeflash_jax.core.checks import warn, whole
+from treeflash_jax.core.checks import whole
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from treeflash_jax.core.checks import QUOTED, clipped, coerce, expect, hint, quoted
+from treeflash_jax.core.checks import coerce, expect, hint
+from treeflash_jax.core.error_text import QUOTED, clipped, quoted
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 

@@ -6,11 +6,12 @@ from functools import partial
 
 from treeflash_jax.constraints import compilation
 from treeflash_jax.constraints.tables import AutomatonTable
-from treeflash_jax.core.checks import WrongValue, coerce, expect, quoted
+from treeflash_jax.core.checks import WrongValue, coerce, expect
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.settings.defaults import choose_drafter_temperature
-from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.generate_config import LIST_SETTINGS, GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models.config import ModelConfig
 
@@ -96,7 +97,7 @@ def _split(config: GenerateConfig, num_prompts: int) -> list[GenerateConfig]:
     """
     lists = {}
     for name, values in changed(config).items():
-        is_shared = name in ("stop", "stop_ids", "choices") and all(isinstance(value, str | int) for value in values)
+        is_shared = name in LIST_SETTINGS and all(isinstance(value, str | int) for value in values)
         if is_shared or type(values) is not tuple:
             continue
         if len(values) != num_prompts:

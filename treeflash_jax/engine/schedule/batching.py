@@ -6,7 +6,7 @@ Shape suffixes: b batch, s token slots, x stop ids, q states, c classes, v vocab
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,7 +34,19 @@ LIST_SLOTS = 8  # stop ids and biases are padded to a multiple of this, so that 
 TOKEN_CLASSES = 512  # kinds of tokens for which arrays of automata have room; SmolLM2's schemas have some 150
 ROOM = 256  # new tokens for which caches have room at first; they double for longer answers
 
-Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
+
+class Batch(NamedTuple):
+    """Device arrays of a batch of requests: the first arguments of `loops.init_state`.
+
+    Attributes:
+      tokens_bs: prompts, right-padded to the capacity of the caches.
+      length_b: prompt lengths, at least 1.
+      sampling: sampling settings.
+    """
+
+    tokens_bs: jax.Array
+    length_b: jax.Array
+    sampling: Sampling
 
 
 def round_capacity(positions: int) -> int:
@@ -182,7 +194,7 @@ def make_batch(
         settings=settings,
         automaton=automaton,
     )
-    return sharding.place(jax.device_put((tokens_bs, length_b, sampling)), mesh)
+    return sharding.place(jax.device_put(Batch(tokens_bs, length_b, sampling)), mesh)
 
 
 def _pad(lists: Sequence[Sequence[Any]], size: int, padding: Any) -> np.ndarray:

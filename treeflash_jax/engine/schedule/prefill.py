@@ -62,9 +62,9 @@ class Prefill:
         will_decode: bool = False,
         scores: bool = False,
     ):
-        tokens_bs, self._length_b, _ = batch
         self._runner, self._first_b, self._plan = runner, first_b, replace(runner.plan.shared, scores_prompts=scores)
-        length_b = sharding.to_host(self._length_b)
+        self._length_b = batch.length_b
+        length_b = sharding.to_host(batch.length_b)
         kept = kept_b = None
         self.num_reused_b = np.zeros_like(length_b)
         if prefixes is not None:
@@ -73,7 +73,7 @@ class Prefill:
             kept_b = sharding.place(jax.device_put(prefixes.count_b.astype(np.int32)), runner.mesh)
         self._longest = int(np.max(length_b))
         self._position = self._longest - int(np.max(length_b - self.num_reused_b))
-        self._chunk = self._plan.chunk_size(tokens_bs.shape[1])
+        self._chunk = self._plan.chunk_size(batch.tokens_bs.shape[1])
         start = partial(
             runner.call,
             loops.init_state,

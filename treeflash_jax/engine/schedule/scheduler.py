@@ -269,8 +269,8 @@ class Scheduler:
             clock=self.runner.clock,
             automaton=None if needs_automata else self._allow_all.get(len(rows)),
         )
-        if not needs_automata and batch[2].automaton is not None:
-            self._allow_all[len(rows)] = batch[2].automaton
+        if not needs_automata and batch.sampling.automaton is not None:
+            self._allow_all[len(rows)] = batch.sampling.automaton
         return batch
 
     def _needs_automata(self, requests: Iterable[Request | None]) -> bool:

@@ -36,6 +36,7 @@ GROUPS = {  # titles in help texts
     "tree": "tree (affects the speed, never the distribution of the output)",
     "running": "running",
 }
+LIST_SETTINGS = ("stop", "stop_ids", "choices")  # settings whose value for one prompt is a list
 sampling_setting = partial(setting, group="sampling")
 number_setting = partial(sampling_setting, dtype=float)
 penalty_setting = partial(number_setting, 0.0, least=-2, most=2, unit="logits")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import LONGEST_PATH, clipped, expect, hint, quoted
+from treeflash_jax.core.checks import expect, hint
+from treeflash_jax.core.error_text import LONGEST_PATH, clipped, quoted
 from treeflash_jax.formats import gguf_reader, hub, model_files
 
 PairMember = Literal["verifier", "drafter"]

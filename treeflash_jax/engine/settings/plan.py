@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from treeflash_jax.acceptance import check_lossless, default_rule
-from treeflash_jax.core.checks import expect, quoted
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.devices import Device
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.settings import changed, field_names
 from treeflash_jax.decoding.state import DecodePlan, SharedPlan
 from treeflash_jax.drafters import Drafter

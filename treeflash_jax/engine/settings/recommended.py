@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.core.settings import changed
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 

@@ -27,7 +27,7 @@ This adds a family:
 `load`, `convert`, training and the command line then read folders of this family.
 """
 
-from treeflash_jax.core.checks import LONGEST_PATH, clipped, quoted
+from treeflash_jax.core.error_text import LONGEST_PATH, clipped, quoted
 from treeflash_jax.formats.architectures.architecture import Architecture
 from treeflash_jax.formats.architectures.dense import LLAMA, QWEN2, QWEN3
 from treeflash_jax.formats.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED

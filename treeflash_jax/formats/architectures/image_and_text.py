@@ -7,7 +7,7 @@ Text-only files of the same families have these keys and tensors at the top leve
 from collections.abc import Collection
 from typing import Any
 
-from treeflash_jax.core.checks import warn
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.formats import quant_methods
 from treeflash_jax.formats.architectures.dense import INERT
 from treeflash_jax.formats.keys import Keys

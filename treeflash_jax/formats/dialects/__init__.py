@@ -7,7 +7,7 @@ recognises it, so a dialect that refines another comes after it. `read_config` o
 
 from pathlib import Path
 
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.formats.architectures import ARCHITECTURES, text_keys
 from treeflash_jax.formats.dialects.assistant_folder import Assistant
 from treeflash_jax.formats.dialects.block_folder import DFlashFolder, TreeFlashFolder

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.core.checks import INT32, warn
+from treeflash_jax.core.checks import INT32
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.core.parameters import Entry, Params
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from treeflash_jax.core.checks import parse_json
 from treeflash_jax.core.conversion import SURROGATES
+from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 

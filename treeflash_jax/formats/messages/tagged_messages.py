@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from treeflash_jax.core.checks import parse_json
+from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import (
     Content,

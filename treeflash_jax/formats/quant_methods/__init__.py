@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.core.checks import quoted, read_json, warn
+from treeflash_jax.core.error_text import quoted, warn
+from treeflash_jax.core.json_files import read_json
 from treeflash_jax.formats.grouped_tensors import GroupedTensor
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.quant_methods.awq import Awq

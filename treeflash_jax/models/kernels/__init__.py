@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-from treeflash_jax.core.checks import warn
 from treeflash_jax.core.devices import Device
+from treeflash_jax.core.error_text import warn
 
 HOPPER = ("NVIDIA H100", "NVIDIA H200")
 

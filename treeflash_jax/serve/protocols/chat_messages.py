@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeflash_jax.core.checks import expect, parse_json
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.json_files import parse_json
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], place: str = "tools") -> list[dict[str, Any]]:

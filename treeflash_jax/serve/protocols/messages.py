@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from treeflash_jax.core.checks import expect, quoted, warn
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import quoted, warn
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage

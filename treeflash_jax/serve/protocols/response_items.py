@@ -4,7 +4,8 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-from treeflash_jax.core.checks import expect, quoted, warn
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import quoted, warn
 
 TEXTS = ("input_text", "output_text", "text")  # parts of messages that are text
 ITEMS = "message, reasoning, function_call, function_call_output or item_reference"

@@ -11,7 +11,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from treeflash_jax.core.checks import clipped, expect
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
