@@ -9,7 +9,7 @@ from train.runtime.training_state import SumsFunction
 from train.stages import choices
 from train.stages.drafting import DraftingStage
 from train.stages.objective import ObjectiveConfig, drafting_sums
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.block.heads import HEADS
