@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import SIZES, make_pair, planned_batch, read_texts
+from answers import SIZES, fresh_weights, make_pair, planned_batch, read_texts
 from compiled import copies_in_loops
 from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from refusals import refused
 
 from treeflash_jax import TreeFlash, make_mesh
-from treeflash_jax.core import clock, parameters, programs
+from treeflash_jax.core import clock, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.drafters import NgramDrafter
@@ -77,7 +77,7 @@ def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_floa
     ids = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
     read = partial(read_texts, config=config, tokens_bt=ids, taps=(3,))
     for seed in (0, 1, 2, 3):
-        narrow = parameters.initialize(decoder.specs(config), jax.random.key(seed), jnp.bfloat16, scale=0.1)
+        narrow = fresh_weights(decoder.specs(config), seed, 0.1, jnp.bfloat16)
         (out, plain), (wide_out, wide) = (read(narrow, residual_dtype=dtype) for dtype in (None, jnp.float32))
         assert (plain.dtype, wide.dtype) == ("bfloat16", "float32")
         assert out.features_btj.dtype == wide_out.features_btj.dtype == "bfloat16"
