@@ -1,5 +1,6 @@
 """Random pairs, states after their prompts, and drafted answers against one-token decoding."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,6 +92,7 @@ def make_pair(
     scale: float = 0.3,
     mesh: Any = None,
     scheme: str | None = None,
+    seed: int = 0,
 ) -> TreeFlash:
     """Random weights of a verifier and of a drafter of any kind (None: no drafter), equal wherever they are placed.
 
@@ -101,7 +103,7 @@ def make_pair(
         change = {"zeros": "normal", "ones": "ones", "normal": "normal"}
         specs = jax.tree.map(lambda spec: replace(spec, init=change[spec.init]), specs, is_leaf=parameters.is_spec)
     specs += [] if drafter is None else [drafter_specs or drafter.specs()]
-    trees = [parameters.initialize(spec, jax.random.key(i), dtype, scale) for i, spec in enumerate(specs)]
+    trees = [fresh_weights(spec, i, scale, dtype) for i, spec in enumerate(specs, seed)]
     if "clusters" in trees[-1]:
         ids_cz = trees[-1]["clusters"]
         trees[-1]["clusters"] = jnp.asarray(np.random.default_rng(0).permutation(ids_cz.size), jnp.int32).reshape(
@@ -115,11 +117,26 @@ def make_pair(
     return TreeFlash(config, Weights(*trees), drafter=drafter, stop_ids=(), mesh=mesh)
 
 
+def fresh_weights(specs: Any, seed: int = 0, scale: float = 0.3, dtype: Any = jnp.float32) -> Any:
+    """Weights as `parameters.initialize` draws them, from numpy's generator.
+
+    Nothing is compiled: `jax.device_put` has no program, unlike `jnp.asarray` (jax 0.10).
+    """
+    rng = np.random.default_rng(seed)
+
+    def make(spec: parameters.Spec) -> jax.Array:
+        if spec.init == "normal":
+            return jax.device_put((scale * rng.normal(size=spec.shape)).astype(dtype))
+        numbers = np.arange(math.prod(spec.shape)) if spec.init == "range" else np.full(spec.shape, spec.init == "ones")
+        return jax.device_put(numbers.reshape(spec.shape).astype(spec.dtype_in(dtype)))
+
+    return jax.tree.map(make, specs, is_leaf=parameters.is_spec)
+
+
 def random_weights(specs: Any, seed: int = 0, scale: float = 0.3, dtype: Any = jnp.float32) -> Any:
     """Every weight random, even weights that start at zero or one."""
-    rng = np.random.default_rng(seed)
-    make = lambda spec: jnp.asarray((scale * rng.normal(size=spec.shape)).astype(dtype))  # noqa: E731
-    return jax.tree.map(make, specs, is_leaf=parameters.is_spec)
+    specs = jax.tree.map(lambda spec: replace(spec, init="normal"), specs, is_leaf=parameters.is_spec)
+    return fresh_weights(specs, seed, scale, dtype)
 
 
 def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, DecodeState]:

@@ -57,12 +57,12 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
-from answers import make_pair  # noqa: E402
+from answers import fresh_weights, make_pair  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
-from treeflash_jax.core import error_text, parameters, programs  # noqa: E402
+from treeflash_jax.core import error_text, programs  # noqa: E402
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, fresh_layers  # noqa: E402
 from treeflash_jax.engine import loading  # noqa: E402
 from treeflash_jax.engine.model import TreeFlash  # noqa: E402
@@ -230,7 +230,7 @@ def short(tiny, tmp_path_factory) -> Path:
     """The folder of a random verifier of one layer with the tokenizer of the shipped one: programs of it are small."""
     folder = tmp_path_factory.mktemp("short") / "verifier"
     config = replace(tiny.verifier, num_layers=1)
-    weights = parameters.initialize(decoder.specs(config), jax.random.key(0))
+    weights = fresh_weights(decoder.specs(config), scale=0.02)
     model_files.save_verifier(folder, config, weights, jnp.float32)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(pairs.locate("tiny") / file, folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from answers import drafted_as_plain, with_recurrent_layers
+from answers import drafted_as_plain, fresh_weights, with_recurrent_layers
 
 import treeflash_jax as tf
 from train import export, head
@@ -65,9 +65,8 @@ def read_lines(path: Path) -> list[dict]:
 
 def write(folder: Path, documents: int = 120, model: ModelConfig = MODEL) -> Path:
     """Writes the pair, its responses and head.toml; returns the TOML file."""
-    key = jax.random.key(0)
-    model_files.save_verifier(folder / "verifier", model, parameters.initialize(decoder.specs(model), key, scale=0.3))
-    backbone = parameters.initialize(DRAFTER.specs()["backbone"], jax.random.fold_in(key, 1), scale=0.3)
+    model_files.save_verifier(folder / "verifier", model, fresh_weights(decoder.specs(model)))
+    backbone = fresh_weights(DRAFTER.specs()["backbone"], 1)
     model_files.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
     rng = np.random.default_rng(0)
     with (folder / "responses.jsonl").open("w") as file:

@@ -68,6 +68,7 @@ def test_a_pass_reads_the_experts_that_its_tokens_can_choose():
 
 
 @needs_8_devices
+@pytest.mark.slow
 def test_programs_compiled_from_shapes_take_what_real_ones_take():
     model = random_pair(tf.make_mesh(4, 2))
     plan, batch = planned_batch(model, [[1]] * 4, nodes=4, candidates=4, children=4, ngrams=0)

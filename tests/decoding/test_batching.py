@@ -12,6 +12,7 @@ from drafted_pairs import KINDS, ONE_LAYER, hybrid_pair
 
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
+from treeflash_jax.engine import prepared_call
 from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.admission import Admission
@@ -59,12 +60,13 @@ def test_calls_of_few_prompts_share_their_programs(trained):
     assert len(programs.compiled()) == count and seven[0].compile_seconds == 0
 
 
-def test_answers_come_as_they_finish(trained):
-    how = {"prompts": [[1, 2, 3], [4, 5], [6], [7, 8]], "builder": "none", "max_new_tokens": 60}
-    lengths = [len(result.ids) for result in trained.generate(**how)]
-    assert [place for place, _ in trained.generate_each(**how, batch_size=1)] == [0, 1, 2, 3]
-    order = [place for place, _ in trained.generate_each(**how, batch_size=4)]
-    assert sorted(order) == [0, 1, 2, 3] and lengths[order[-1]] == max(lengths)
+def test_answers_come_as_they_finish(trained, monkeypatch):
+    monkeypatch.setattr(prepared_call, "ROUNDS_PER_DISPATCH", 1)
+    how = {"prompts": PROMPTS, "max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], "batch_size": 8, **TREE}
+    rounds = [len(result.accept_lengths) for result in trained.generate(**how)]
+    order = [place for place, _ in trained.generate_each(**how)]
+    assert sorted(order) == [*range(len(PROMPTS))] != order
+    assert [rounds[place] for place in order] == sorted(rounds)
 
 
 @pytest.mark.parametrize("kind", [slow_unless(kind == "block", kind) for kind in ("block", "ngram", "mtp", "hybrid")])

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import SIZES, make_pair, planned_batch, read_texts
+from answers import SIZES, fresh_weights, make_pair, planned_batch, read_texts
 from compiled import copies_in_loops
 from conftest import FEW_TOKENS, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from refusals import refused
 
 from treeflash_jax import TreeFlash, make_mesh
 from treeflash_jax.bench import harness
-from treeflash_jax.core import clock, parameters, programs
+from treeflash_jax.core import clock, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.drafters import NgramDrafter
@@ -29,6 +29,7 @@ from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.models import decoder
 
 TREE = {"nodes": 16} | SIZES
+TWO_NODES = {"nodes": 2, "candidates": 4, "children": 4, "ngrams": 0}
 PROMPT = [3, 4, 5, 17, 29]
 
 
@@ -79,7 +80,7 @@ def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_floa
     ids = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
     read = partial(read_texts, config=config, tokens_bt=ids, taps=(3,))
     for seed in (0, 1, 2, 3):
-        narrow = parameters.initialize(decoder.specs(config), jax.random.key(seed), jnp.bfloat16, scale=0.1)
+        narrow = fresh_weights(decoder.specs(config), seed, 0.1, jnp.bfloat16)
         (out, plain), (wide_out, wide) = (read(narrow, residual_dtype=dtype) for dtype in (None, jnp.float32))
         assert (plain.dtype, wide.dtype) == ("bfloat16", "float32")
         assert out.features_btj.dtype == wide_out.features_btj.dtype == "bfloat16"
@@ -141,7 +142,7 @@ def test_a_loop_that_copies_a_cache_is_detected():
 
 def test_a_drafter_of_another_model_is_pointed_out(caplog):
     model = random_pair()
-    model.generate([[1, 2, 3]], max_new_tokens=70, nodes=2, candidates=4, children=4, ngrams=0)
+    model.generate([[1, 2, 3]], max_new_tokens=70, **TWO_NODES)
     [warning] = [record for record in caplog.records if record.getMessage().startswith("tau is 1")]
     assert not harness.is_shown(warning)
 
@@ -239,7 +240,7 @@ def test_the_first_call_is_as_fast_as_later_ones():
 
     def is_as_fast() -> bool:
         programs.clear()
-        first, *later = (model.generate(PROMPT, max_new_tokens=20, nodes=4, **SIZES)[0].seconds for _ in range(5))
+        first, *later = (model.generate(PROMPT, max_new_tokens=20, **TWO_NODES)[0].seconds for _ in range(5))
         return first < 2 * max(later)
 
     assert any(is_as_fast() for _ in range(3))

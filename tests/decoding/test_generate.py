@@ -18,7 +18,6 @@ from refusals import refused
 import treeflash_jax as tf
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import prepared_call
 
 CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
@@ -201,9 +200,10 @@ def test_a_stream_has_the_slots_of_its_batch_size(tiny, answer, monkeypatch):
 def test_an_answer_of_nan_is_an_error(tiny):
     """Whatever ids it has: without a largest logit, they are outside the vocabulary."""
     broken = copy.copy(tiny)
-    broken.weights = Weights(tiny.weights.verifier | {"norm": tiny.weights.verifier["norm"] * math.nan})
+    verifier = tiny.weights.verifier
+    broken.weights = tiny.weights.replace(verifier=verifier | {"norm": verifier["norm"] * math.nan})
     for temperature in (0.0, 1.0):
-        settings = {"builder": "none", "max_new_tokens": 2, "temperature": temperature}
+        settings = {"max_new_tokens": 2, "temperature": temperature, **TREE}
         refused(lambda settings=settings: broken.generate([[5, 6, 7]], **settings), "NaN as logits of token 0", "float32")
     refused(lambda: [*broken.stream([5, 6, 7], **settings)], "NaN as logits of token 0")
 

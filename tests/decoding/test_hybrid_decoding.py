@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from answers import (
     drafted_as_plain,
+    fresh_weights,
     make_pair,
     planned_batch,
     read_texts,
@@ -23,7 +24,7 @@ from conftest import DATA, RANDOM_DRAFTER, needs_8_devices
 from drafted_pairs import HYBRID, SHARED, TEXTS, WINDOWS, hybrid_pair
 
 import treeflash_jax as tf
-from treeflash_jax.core import parameters, programs
+from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import NgramDrafter
@@ -87,7 +88,7 @@ def test_drafted_output_is_one_token_output(float64, config, kind, name):
 
 @pytest.mark.parametrize(
     "index, broken",
-    [slow_unless(rule in ("mask", "path"), i, rule) for i, rule in enumerate(["mask", "path", "decay", "window"])],
+    [slow_unless(rule == "path", i, rule) for i, rule in enumerate(["mask", "path", "decay", "window"])],
 )
 def test_a_broken_rule_is_seen(float64, monkeypatch, index, broken):
     """Drafted output differs if a tree is read like a chain, another path is committed, or part of a commit is left out."""
@@ -131,7 +132,7 @@ def test_greedy_answers_are_those_of_transformers(float64, name):
     prompts = [expected[f"prompt{i}"].tolist() for i in range(3)]
     drafter = replace(RANDOM_DRAFTER, layers=fresh_layers(config, 1), mask_token_id=319, taps=(0, 2))
     drafter = replace(drafter, num_target_layers=config.num_layers)
-    weights = parameters.initialize(drafter.specs(), jax.random.key(0), jnp.float64, 0.3)
+    weights = fresh_weights(drafter.specs(), dtype=jnp.float64)
     pair = tf.TreeFlash(config, Weights(params, weights), drafter=drafter, stop_ids=())
     results = pair.generate(prompts, max_new_tokens=32, stop_ids=(), nodes=8, children=4, candidates=4)
     assert [result.ids for result in results] == [expected[f"greedy{i}"].tolist() for i in range(3)]

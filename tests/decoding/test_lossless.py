@@ -14,6 +14,7 @@ from answers import (
     SIZES,
     cut_by_stops,
     drafted_as_plain,
+    fresh_weights,
     random_weights,
     with_recurrent_layers,
     with_shared_layers,
@@ -23,7 +24,6 @@ from conftest import FOLDERS
 from drafted_pairs import accepted_pair
 
 from treeflash_jax import TreeFlash, load
-from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter, fresh_layers
 from treeflash_jax.drafters.block.heads import HEADS
@@ -51,7 +51,7 @@ def draw_call(draw: random.Random, longest: int, tokens: range, filters: tuple[i
 def fresh(specs, seed: int, scale: float, *, noisy: bool = False):
     """Returns random weights in float64, without zeros and ones if `noisy`."""
     if not noisy:
-        return parameters.initialize(specs, jax.random.key(seed), jnp.float64, scale)
+        return fresh_weights(specs, seed, scale, jnp.float64)
     made = random_weights(specs, seed, scale, jnp.float64)
     return jax.tree.map(lambda x, spec: 1 + x if spec.init == "ones" else x, made, specs)
 

@@ -236,8 +236,8 @@ def test_a_processor_that_allows_nothing_ends_that_answer_alone(small, how, capl
 
 
 def test_a_processor_that_allows_nothing_at_first_leaves_an_empty_answer(small, caplog):
-    nothing = lambda logits_bnv, history: jnp.full_like(logits_bnv, -jnp.inf)  # noqa: E731
-    *chunks, result = small.stream([5, 6, 7], processor=nothing, max_new_tokens=12, nodes=8)
+    settings = {"max_new_tokens": 12, "stop_ids": (), "batch_size": 3} | DRAFT  # programs of the test above
+    *chunks, result = small.stream([4, 6, 7, 8, 9, 10, 11], processor=allow_few, **settings)
     assert "token 0" in caplog.text
     assert (result.ids, result.text, result.accept_lengths, result.finished) == ([], "", [], "blocked")
     assert [chunk.text for chunk in chunks] == [""]

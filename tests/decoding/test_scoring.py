@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import TREE, make_pair, read_texts, slow_unless, with_recurrent_layers
-from conftest import FEW_TOKENS, needs_8_devices, random_pair
+from conftest import FEW_TOKENS, needs_8_devices
 from refusals import refused
 
 import treeflash_jax as tf
@@ -102,8 +102,8 @@ def test_only_scores_have_no_new_tokens(float64):
     assert len(model.score([5] * model.verifier.max_positions)[0].log_probs) == model.verifier.max_positions
 
 
-def test_nan_is_an_error():
-    model = random_pair()
+def test_nan_is_an_error(float64):
+    model = pair("attention")
     model.weights = model.weights.replace(
         verifier=model.weights.verifier | {"norm": jnp.nan * model.weights.verifier["norm"]}
     )

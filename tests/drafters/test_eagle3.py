@@ -84,7 +84,8 @@ def run(params, tables, features_btj, tokens_bt, *, config):
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=FORMS)
+# "angelslim" computes what "eagle" does.
+@pytest.fixture(scope="module", params=[slow_unless(form != "angelslim", form) for form in FORMS])
 def actual(request):
     with jax.enable_x64(True):
         config, params, tables, expected = opened(request.param)

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("float64")
 def shared() -> dict:
     """Weights of the network, the keys and values of three texts, and which tokens it may draft."""
     rng = np.random.default_rng(0)
-    params = {name: jnp.asarray(rng.normal(size=(WIDTH, WIDTH))) for name in ("q", "k", "v")}
-    params["embed"] = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)))
-    params["unembed"] = jnp.asarray(rng.normal(size=(DRAFT_VOCAB, WIDTH)))
-    keys, values = (jnp.asarray(rng.normal(size=(BATCH, 1, 1, SLOTS, WIDTH))) for _ in range(2))
+    params = {name: jax.device_put(rng.normal(size=(WIDTH, WIDTH))) for name in ("q", "k", "v")}
+    params["embed"] = jax.device_put(rng.normal(size=(VOCAB, WIDTH)))
+    params["unembed"] = jax.device_put(rng.normal(size=(DRAFT_VOCAB, WIDTH)))
+    keys, values = (jax.device_put(rng.normal(size=(BATCH, 1, 1, SLOTS, WIDTH))) for _ in range(2))
     params["context"] = Cache((KVState(keys, values),), jnp.asarray(LENGTHS, jnp.int32), groups=((0,),))
-    params["first"] = jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
+    params["first"] = jax.device_put(rng.normal(size=(BATCH, WIDTH)))
     params["ids"] = jnp.asarray(np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False)), jnp.int32)
     return params
 

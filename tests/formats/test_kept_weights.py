@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantized_files
-from answers import PROMPTS, TREE, assert_greedy, drafted_as_plain, read_texts
+from answers import PROMPTS, TREE, assert_greedy, drafted_as_plain, read_texts, slow_unless
 from conftest import DATA, FOLDERS, needs_8_devices
 from model_files import assert_same
 from quantized_files import FORMATS, expand_kept, make_folders
@@ -38,8 +38,10 @@ def place(form: str, tmp_path):
     return DATA / "hybrid" / "gpt_oss" if form == "gpt_oss" else make_folders(tmp_path, SOURCE, form)[0]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("form", [*FORMATS, "gpt_oss"])
+@pytest.mark.parametrize("form, dtype", [
+    *((form, jnp.float32) for form in (*FORMATS, "gpt_oss")),
+    *(slow_unless(form == "gptq", form, jnp.bfloat16) for form in (*FORMATS, "gpt_oss")),
+])  # fmt: skip
 def test_kept_weights_are_the_expanded_ones_to_the_last_bit(form, dtype, tmp_path, monkeypatch):
     folder = place(form, tmp_path)
     expanded = model_files.load_verifier(folder, dtype=dtype)[1]
@@ -97,8 +99,8 @@ def test_drafters_keep_weights_by_the_rule_of_verifiers(source, form, tmp_path, 
 @needs_8_devices
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("form, group", [
-    ("pack-quantized", 32), ("gpt_oss", 32),
-    *(pytest.param(form, 16, marks=pytest.mark.slow) for form in ("gptq", "awq", "modelopt")),
+    ("pack-quantized", 32), slow_unless(False, "gpt_oss", 32),
+    *(slow_unless(False, form, 16) for form in ("gptq", "awq", "modelopt")),
 ])  # fmt: skip
 def test_a_mesh_has_whole_groups(form, group, tmp_path, monkeypatch):
     """Shards have 16 inputs: of groups of 32, half a group, whose scale and zero point are repeated."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import assert_greedy, make_pair, random_weights, slow_unless
+from answers import assert_greedy, make_pair, random_weights
 from compiled import ONE_H100, moved_shapes
 from conftest import FEW_TOKENS, IS_INTERPRETED, RANDOM_MODEL, needs_8_devices, needs_cpu, needs_mosaic
 
@@ -314,7 +314,8 @@ def test_the_verifier_adds_norms_and_rotates_in_kernels(qk_norm, tokens, scheme)
         same(new, others, atol=0.05)
 
 
-@pytest.mark.parametrize("name", [slow_unless(name == "streamed", name) for name in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_drafted_ids_are_the_likeliest_ones(name):
     """Prompts of unequal length, one over a block's edge."""
     model = make_pair(replace(FEW_TOKENS, num_layers=1, head_dim=16), NgramDrafter())

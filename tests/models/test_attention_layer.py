@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import assert_greedy, draw, make_pair, random_weights, slow_unless, with_windows_and_sinks
+from answers import assert_greedy, draw, make_pair, random_weights, with_windows_and_sinks
 from conftest import FEW_TOKENS, RANDOM_MODEL
 
 from treeflash_jax.drafters import NgramDrafter
@@ -111,7 +111,8 @@ def test_norms_that_store_their_scale_less_one_are_rounded_once():
     assert np.any(got != layers.rms_norm(x, 1 + stored, config.rms_norm_eps))
 
 
-@pytest.mark.parametrize("name", ["gated", slow_unless(False, "window")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated", "window"])
 def test_drafted_answers_are_the_likeliest_tokens_of_a_pass_over_the_whole_text(name, float64):
     """Prompts of several chunks; with a window that ends inside the tree, layers of two kinds, biases and experts."""
     config = replace(with_windows_and_sinks(FEW_TOKENS), window=3)

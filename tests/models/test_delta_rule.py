@@ -75,7 +75,7 @@ def packed(state: np.ndarray) -> np.ndarray:
 
 
 def as_arrays(inputs: dict[str, np.ndarray], dtype=np.float64) -> list[jax.Array]:
-    return [jnp.asarray(x, dtype) for x in (inputs | {"state": packed(inputs["state"])}).values()]
+    return [jax.device_put(np.asarray(x, dtype)) for x in (inputs | {"state": packed(inputs["state"])}).values()]
 
 
 def run(inputs: dict[str, np.ndarray], mask: np.ndarray, dtype=np.float64):
@@ -85,7 +85,7 @@ def run(inputs: dict[str, np.ndarray], mask: np.ndarray, dtype=np.float64):
 
 def passed(inputs: dict[str, np.ndarray], mask: np.ndarray, x: np.ndarray) -> NewDelta:
     """What the pass leaves for a commit."""
-    return NewDelta(jnp.asarray(x), jnp.asarray(inputs["k"]), run(inputs, mask)[1], jnp.asarray(inputs["decay"]))
+    return NewDelta(*jax.device_put((x, inputs["k"])), run(inputs, mask)[1], jax.device_put(inputs["decay"]))
 
 
 @pytest.mark.parametrize("size, reach", [(1, 1), (14, 1), (14, 4), (14, 14), (BLOCK, 9)])

@@ -90,7 +90,7 @@ def test_every_form_is_the_loop_over_tokens_and_experts(name):
     given = weights
     if name == "int8":
         specs = experts.specs(config)
-        given = {part: quantized.compress(jnp.asarray(x), specs[part], "int8") for part, x in weights.items()}
+        given = {part: quantized.compress(jax.device_put(x), specs[part], "int8") for part, x in weights.items()}
         for part in ("expert_gate", "expert_up", "expert_down"):
             weights = weights | {part: np.asarray(given[part].values * given[part].scale[:, None])}
     expected_nd, expected_nk = oracle(weights, config, x_nd)

@@ -75,8 +75,11 @@ def tree_arrays(expected: dict, i: int) -> tuple[np.ndarray, np.ndarray, list[li
     return mask, np.array([len(path) - 1 for path in paths]), paths
 
 
-# The kernel's test reads a tree of "qwen3_5_text", which differs from "qwen3_5" in its files and tied embeddings.
-@pytest.mark.parametrize("name", [slow_unless(name != "qwen3_5_text", name) for name in NAMES])
+# "qwen3_next" and "gemma4_moe" have what "qwen3_5_moe" and "gemma4" have. The kernel's test reads a tree of "qwen3_5_text".
+QUICK = ("qwen3_5", "qwen3_next", "gpt_oss", "gemma4_moe", "gemma4_edge")
+
+
+@pytest.mark.parametrize("name", [slow_unless(name in QUICK, name) for name in NAMES])
 def test_logits_features_and_trees_in_one_pass(name):
     config, params, expected = load(name)
     assert len({*config.layer_types}) == (4 if name == "gemma4_edge" else 2)
@@ -164,7 +167,9 @@ def test_a_cut_keeps_all_or_the_prompt_or_nothing(float64):
         np.testing.assert_allclose(got[0, :3], again[-3:], atol=1e-9, err_msg=str(kept))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_edge"])
+@pytest.mark.parametrize(
+    "name", [slow_unless(name in QUICK, name) for name in ("qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_edge")]
+)
 def test_merged_weights_compute_the_same(float64, name):
     config, params, expected = load(name, jnp.float64)
     merged = jax.tree.map(lambda x: x, params)
@@ -180,8 +185,9 @@ def test_merged_weights_compute_the_same(float64, name):
 
 
 @needs_8_devices
-@pytest.mark.parametrize("ways", [2, 4])
-@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize(
+    ("scheme", "ways"), [(None, 4), ("int8", 2), slow_unless(False, None, 2), slow_unless(False, "int8", 4)]
+)
 def test_merged_weights_of_a_mesh_compute_the_same(float64, ways, scheme):
     """Each of two devices has one key head. Four devices do not divide the key heads."""
     config, _, expected = load("qwen3_5", jnp.float64)
@@ -221,14 +227,18 @@ def widened(spec: parameters.Spec, x: Any) -> jax.Array:
     return block_scales.widen(x, x.dtype) if x.block else x.values * jnp.expand_dims(x.scale, spec.inputs)
 
 
+@partial(jax.jit, static_argnames="config")
+def widen_all(params: Any, config: ModelConfig) -> Any:
+    return jax.tree.map(widened, decoder.specs(config), params, is_leaf=parameters.is_spec)
+
+
 @pytest.mark.parametrize("scheme", ["fp8", slow_unless(False, "int8")])
 @pytest.mark.parametrize("name", [slow_unless(False, "gemma4_moe"), "gemma4_edge"])
 def test_quantised_gemma(name, scheme):
     """Answers are those of the rounded numbers, and nearly those of the file. Blocks of FP8 span heads."""
     config, _, expected = load(name)
     rounded = model_files.load_verifier(DATA / "hybrid" / name, quantize=scheme)[1]
-    same = jax.tree.map(widened, decoder.specs(config), rounded, is_leaf=parameters.is_spec)
-    want, got = (read_prompt(weights, config, expected["prompt0"])[0] for weights in (same, rounded))
+    want, got = (read_prompt(weights, config, expected["prompt0"])[0] for weights in (widen_all(rounded, config), rounded))
     np.testing.assert_allclose(got, want, atol=ATOL)
     least = {"gemma4_moe": 0.97, "gemma4_edge": 0.98}[name]
     assert np.corrcoef(got.ravel(), expected["logits0"].ravel())[0, 1] > least
@@ -243,7 +253,6 @@ def test_int8_rounds_the_maps_and_nothing_else():
         "attention_norm", "mlp_norm", "conv", "log_rate", "time_bias", "gated_norm", "q_norm", "k_norm",
     }  # fmt: skip
 
-    same = jax.tree.map(widened, decoder.specs(config), rounded, is_leaf=parameters.is_spec)
-    want, _, _ = read_prompt(same, config, expected["prompt0"])
+    want, _, _ = read_prompt(widen_all(rounded, config), config, expected["prompt0"])
     got, _, _ = read_prompt(rounded, config, expected["prompt0"])
     np.testing.assert_allclose(got, want, atol=ATOL)

@@ -37,7 +37,7 @@ def test_rms_norm_sums_bfloat16_in_float32():
 def operands(batch: int, positions: int, width: int, inner: int, dtype) -> list:
     """Residual, activations, weight, and scale of a norm."""
     shapes = (batch, positions, width), (batch, positions, inner), (width, inner), (width,)
-    return [jnp.asarray(draw(*shape, seed=seed), dtype) for seed, shape in enumerate(shapes)]
+    return [jax.device_put(draw(*shape, seed=seed, dtype=jnp.dtype(dtype))) for seed, shape in enumerate(shapes)]
 
 
 def fused(*arrays):

@@ -169,7 +169,7 @@ def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
     refused(lambda: tf.load(**FOLDERS), "on a device of")
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_programs_compile_from_shapes(scheme):
     plan = DecodePlan(shared=SharedPlan(verifier=SMALL, prefill_chunk=32))
     _, decode = compile_programs(plan, tf.make_mesh(1, 1), 1, 256, jnp.float32, scheme)

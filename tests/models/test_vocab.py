@@ -44,7 +44,7 @@ def inputs(size: int, batch: int = 4) -> tuple[jax.Array, jax.Array, jax.Array]:
     scores_btv = rng.integers(0, 6, (batch, 3, size)).astype(np.float32)
     ids_btc = rng.integers(0, size, (batch, 3, 4))
     ids_btc[0, 0], ids_btc[0, 1] = [0, size // 4 - 1, size // 4, size - 1], size // 2
-    return jnp.asarray(table_vd), jnp.asarray(scores_btv), jnp.asarray(ids_btc, jnp.int32)
+    return jax.device_put((table_vd, scores_btv, ids_btc.astype(np.int32)))
 
 
 @needs_8_devices

@@ -68,7 +68,7 @@ def compilers(process: subprocess.Popen) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("work", ["answer", "schema", *(slow_unless(False, work) for work in ("requests", "dispatch"))])
+@pytest.mark.parametrize("work", ["answer", *(slow_unless(False, work) for work in ("schema", "requests", "dispatch"))])
 def test_a_signal_ends_the_process_within_the_grace(work):
     """In one line, whatever it is doing; the client gets an error."""
     with stub(work, grace=1) as (process, lines):

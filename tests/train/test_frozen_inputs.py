@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import toy_training
+from answers import slow_unless
 from conftest import DATA
 from refusals import refused, snapshot
 from toy_training import change_weights, write_lines
@@ -88,7 +89,7 @@ def refused_everywhere(stage: drafting.DraftingStage, folder: Path, words: str) 
 
 
 @pytest.mark.filterwarnings("ignore:.* is not read")
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [slow_unless(name in ("head", "eagle3"), name) for name in STAGES])
 def test_another_verifier_is_refused_and_the_same_one_is_not(toy, tmp_path, name):
     stage = make_stage(toy, tmp_path, name)
     drafting.train(stage)

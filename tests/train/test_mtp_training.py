@@ -3,11 +3,11 @@
 import json
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
+from answers import fresh_weights
 from conftest import DATA
 from model_files import assert_same
 from refusals import refused
@@ -17,7 +17,6 @@ import treeflash_jax as tf
 from train import mtp
 from train.runtime import run_config
 from train.stages import drafting
-from treeflash_jax.core import parameters
 from treeflash_jax.drafters import MtpDrafter
 from treeflash_jax.drafters.mtp_drafter import layer_sizes
 from treeflash_jax.formats import model_files
@@ -38,11 +37,11 @@ PROMPTS = [np.random.default_rng(i).integers(4, 64, 4).tolist() for i in range(6
 def toml(tmp_path):
     """A random verifier whose next token mostly depends on the last one, its random layer, and its own answers."""
     toy_training.write(tmp_path)
-    key, folder = jax.random.key(0), tmp_path / "hybrid"
-    weights = parameters.initialize(decoder.specs(MODEL), key, scale=0.1)
-    weights |= parameters.initialize({"embed": decoder.specs(MODEL)["embed"]}, key, scale=1.0)
+    folder = tmp_path / "hybrid"
+    weights = fresh_weights(decoder.specs(MODEL), scale=0.1)
+    weights |= fresh_weights({"embed": decoder.specs(MODEL)["embed"]}, scale=1.0)
     model_files.save_verifier(folder, MODEL, weights, jnp.float32)
-    layer = parameters.initialize(LAYER.specs(), jax.random.fold_in(key, 1), scale=0.1)
+    layer = fresh_weights(LAYER.specs(), 1, scale=0.1)
     model_files.save_drafter(tmp_path / "layer", LAYER, layer, dtype=jnp.float32)
     parts = [load_file(place / "model.safetensors") for place in (folder, tmp_path / "layer")]
     save_file(parts[0] | parts[1], folder / "model.safetensors")

@@ -10,10 +10,10 @@ from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import jax
 import numpy as np
 import pytest
 import toy_training
+from answers import fresh_weights
 from refusals import refused, snapshot
 from toy_training import change_weights, read_lines, write_lines
 
@@ -24,7 +24,6 @@ from train.pairing import compose, stages
 from train.runtime import run_config, watch
 from train.stages import choices, registry
 from treeflash_jax.cli import commands
-from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats import model_files
@@ -52,7 +51,7 @@ def hybrid(tmp_path_factory) -> str:
     config = model_files.read_verifier_config(shipped)
     config = replace(toy_training.HYBRID, vocab_size=config.vocab_size, max_positions=config.max_positions, num_layers=4)
     config = replace(config, layer_types=("linear_attention", "full_attention") * 2)
-    model_files.save_verifier(folder, config, parameters.initialize(decoder.specs(config), jax.random.key(0), scale=0.3))
+    model_files.save_verifier(folder, config, fresh_weights(decoder.specs(config)))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(shipped / name, folder)
     return str(folder)
