@@ -11,8 +11,8 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.call import ServerCall, Tools
 from treeflash_jax.serve.call_reader import CallReader
 from treeflash_jax.serve.model_form import model_prompts
-from treeflash_jax.serve.protocols.chat_messages import check_tools
 from treeflash_jax.serve.protocols.fields import Ids, Objects, check_template
+from treeflash_jax.serve.protocols.template_messages import check_tools
 
 
 class TokenizeBody(BaseModel):

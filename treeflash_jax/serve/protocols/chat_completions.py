@@ -9,10 +9,10 @@ from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS
 from treeflash_jax.formats.messages.message_format import Content, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import chat_form
-from treeflash_jax.serve.protocols.chat_messages import check_tools
 from treeflash_jax.serve.protocols.exchange import Event, Served
 from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
 from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
+from treeflash_jax.serve.protocols.template_messages import check_tools
 from treeflash_jax.serve.protocols.tool_choices import flat_choice, offered_tools
 
 

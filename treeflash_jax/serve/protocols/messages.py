@@ -12,7 +12,7 @@ from treeflash_jax.core.error_text import quoted, warn
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
-from treeflash_jax.serve.protocols.anthropic_blocks import chat_messages
+from treeflash_jax.serve.protocols.anthropic_blocks import join_blocks
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
 from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
@@ -95,7 +95,7 @@ class MessagesBody(Body):
             return Tools()
         expect(choice.type != "tool" or choice.name is not None, "tool_choice.name", choice.name, "the name of a tool")
         return Tools(
-            chat_tools(self.tools or []),
+            read_anthropic_tools(self.tools or []),
             frozenset([choice.name]) if choice.type == "tool" else None,
             is_forced=choice.type in ("any", "tool"),
             is_parallel=not choice.disable_parallel_tool_use,
@@ -116,7 +116,7 @@ class CountBody(MessagesBody):
     max_tokens: int = 1
 
 
-def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_anthropic_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns tools in the form of OpenAI's chat API. Tools that Anthropic's servers run are left out.
 
     Raises ValueError for a tool without a name or a schema.
@@ -151,7 +151,7 @@ class MessagesExchange(Exchange):
     def call(self) -> ServerCall:
         body = self.body
         body.note_ignored()
-        messages = chat_messages(body.system, body.messages)
+        messages = join_blocks(body.system, body.messages)
         continued = bool(messages) and messages[-1]["role"] == "assistant"
         if continued:
             can_continue = "tool_calls" not in messages[-1] and any(part["text"] for part in messages[-1]["content"])

@@ -12,7 +12,7 @@ ITEMS = "message, reasoning, function_call, function_call_output or item_referen
 ENCODED = "text:"  # beginning of this server's `encrypted_content`, before the text of the thoughts in base64
 
 
-def chat_messages(items: Sequence[dict[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
+def join_items(items: Sequence[dict[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
     """Returns the messages of a conversation.
 
     Instructions, and messages of the system and of developers at the beginning, become one message, because many chat
@@ -119,7 +119,7 @@ def _check_text(content: Any, place: str) -> None:
         expect(isinstance(part.get("text"), str), f"{place}.{number}.text", part.get("text"), "a text")
 
 
-def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_response_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the functions among tools in the form of the chat API. Raises ValueError for a function without a name.
 
     Tools that OpenAI's servers run are left out with a line in the log, because clients such as Codex send some with each

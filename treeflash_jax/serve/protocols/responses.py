@@ -19,7 +19,7 @@ from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.protocols.constraint_fields import ANY_OBJECT, FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
 from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template
-from treeflash_jax.serve.protocols.response_items import chat_messages, chat_tools, check_item
+from treeflash_jax.serve.protocols.response_items import check_item, join_items, read_response_tools
 from treeflash_jax.serve.protocols.response_memory import MOST_RESPONSES, ResponseMemory
 from treeflash_jax.serve.protocols.response_output import ResponseOutput
 from treeflash_jax.serve.protocols.tool_choices import offered_tools
@@ -105,7 +105,7 @@ class ResponsesExchange(Exchange):
         self._includes = set(body.include or [])
         self._output = ResponseOutput(encodes_thoughts=ENCODED_THOUGHTS in self._includes)
         self._items: list[dict[str, Any]] = []  # items of the conversation up to this answer
-        self._functions = chat_tools(body.tools or [])
+        self._functions = read_response_tools(body.tools or [])
         self._status = "in_progress"
         self._num_events = 0
 
@@ -119,7 +119,7 @@ class ResponsesExchange(Exchange):
         tools = offered_tools(self._functions, body.tool_choice, body.parallel_tool_calls is not False)
         self._items = self._conversation()
         return ServerCall(
-            prompts=[Chat(chat_messages(self._items, body.instructions), template=body.template_arguments())],
+            prompts=[Chat(join_items(self._items, body.instructions), template=body.template_arguments())],
             settings=settings,
             tools=tools,
             streams=bool(body.stream),
