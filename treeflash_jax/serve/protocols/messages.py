@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.error_text import quoted, warn
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
@@ -16,6 +16,7 @@ from treeflash_jax.serve.protocols.anthropic_blocks import join_blocks
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
 from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
+from treeflash_jax.serve.protocols.tools import read_anthropic_tools
 
 ENDINGS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 ERRORS = {
@@ -114,24 +115,6 @@ class CountBody(MessagesBody):
     """Body of a request to /v1/messages/count_tokens."""
 
     max_tokens: int = 1
-
-
-def read_anthropic_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns tools in the form of OpenAI's chat API. Tools that Anthropic's servers run are left out.
-
-    Raises ValueError for a tool without a name or a schema.
-    """
-    plain = []
-    for number, tool in enumerate(tools):
-        if tool.get("type") not in (None, "custom"):
-            warn(f"/v1/messages: tools of type {quoted(tool['type'])} are left out")
-            continue
-        name, schema = tool.get("name"), tool.get("input_schema")
-        expect(isinstance(name, str) and bool(name), f"tools.{number}.name", name, "the name of a tool")
-        expect(isinstance(schema, dict), f"tools.{number}.input_schema", schema, "a JSON schema")
-        more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-        plain.append({"type": "function", "function": {"name": name, "parameters": schema, **more}})
-    return plain
 
 
 class MessagesExchange(Exchange):
