@@ -97,7 +97,7 @@ def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_
     wide = weight_nk.dtype
     ids_a = jnp.minimum(ids_nk, weights["expert_gate"].shape[0] - 1).reshape(-1)
 
-    def products(names: tuple[str, ...], x_am: jax.Array, narrow: bool = True) -> list[jax.Array]:
+    def multiply_all(names: tuple[str, ...], x_am: jax.Array, narrow: bool = True) -> list[jax.Array]:
         parts = [_parts(weights[name]) for name in names]
         num_experts, inputs, outputs = parts[0][0].shape
         size = math.gcd(inputs, STEP_INPUTS)
@@ -118,8 +118,8 @@ def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_
         return [_scaled(y_am, scale, dtype) for y_am, scale in zip(sums, scales, strict=True)]
 
     x_ad = jnp.repeat(x_nd, ids_nk.shape[1], axis=0)
-    h_af = _gated(products(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), gate)
-    (y_ad,) = products(("expert_down",), h_af, narrow=False)
+    h_af = _gated(multiply_all(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), gate)
+    (y_ad,) = multiply_all(("expert_down",), h_af, narrow=False)
     return jnp.sum(y_ad.reshape(*ids_nk.shape, -1) * weight_nk[..., None], axis=1)
 
 
@@ -129,15 +129,15 @@ def gather_and_reduce(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, id
     experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
     gathered = jax.tree.map(lambda weight: jnp.take(weight, ids_nk, axis=0, mode="clip"), experts)
 
-    def product(name: str, x_nkm: jax.Array, narrow: bool = True) -> jax.Array:
+    def multiply(name: str, x_nkm: jax.Array, narrow: bool = True) -> jax.Array:
         values, scale = _parts(gathered[name])
         if scale is not None and scale.ndim == values.ndim:
             values, scale = block_scales.widen(gathered[name], wide), None
         y_nkm = jnp.sum(x_nkm.astype(wide)[..., None] * values.astype(wide), axis=2)
         return _scaled(y_nkm, scale, x_nd.dtype if narrow else wide)
 
-    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(gathered), gate)
-    return jnp.sum(product("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
+    h_nkf = _gated([multiply(name, x_nd[:, None]) for name in GATE_UP], _biases(gathered), gate)
+    return jnp.sum(multiply("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
 
 
 def one_by_one(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:
