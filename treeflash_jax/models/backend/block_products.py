@@ -57,7 +57,10 @@ def _multiply_blocks(x_ni: jax.Array, weight: Quantized) -> jax.Array:
 
 
 def _multiply_one_vector(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Multiplies a vector per device as two. For one, a TPU would write a float32 copy of some weights; for two, none."""
+    """Multiplies a vector per device as two. For one, a TPU would write a float32 copy of some weights; for two, none.
+
+    If there is one vector in all, CPUs run the same form.
+    """
 
     def multiply_two(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         return _scale_inputs(_append_zero_vectors(x_ni), values, scale)[..., ::2, :]
