@@ -1,8 +1,17 @@
 """The sum over the experts of a mixture: a plain form that reads every matrix once, and forms that read chosen ones only.
 
 A one-token step reads few of the experts, and a tree reads most of them. `sum_experts` gathers the matrices of each token's
-experts if that reads fewer bytes. On a CPU, it also does so if a token chooses few of many experts. All forms are equal up
-to rounding. Their arguments are:
+experts if that reads fewer bytes. For n tokens that choose k of x experts each, the first row that applies decides:
+
+| device | when | function | ran there? |
+|---|---|---|---|
+| CPU | 2 n k <= x or SPARSE k <= x, and no weight has blocks | `gather_in_steps` | yes |
+| CPU, GPU | 2 n k <= x | `gather_and_reduce` | on CPUs |
+| CPU, GPU | otherwise | `all_experts` | on CPUs |
+| TPU | 2 n k <= x | `one_by_one` | no |
+| TPU | otherwise | `_two_at_least` | no |
+
+All forms are equal up to rounding. Their arguments are:
 
 - the weights, and the tokens [n, d]
 - the weight of every assignment, in float32 at least; 0 for experts that the device does not hold
@@ -42,12 +51,14 @@ def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: 
     """Returns the sum, [n, d], computed by the form that reads fewest bytes."""
     num_experts, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= num_experts
-    on_cpu = gather_in_steps if reads_few or SPARSE * per_token <= num_experts else all_experts
+    is_sparse = SPARSE * per_token <= num_experts
+    has_blocks = any(_has_blocks(weight) for weight in weights.values())
     default = gather_and_reduce if reads_few else all_experts
-    if any(_has_blocks(weight) for weight in weights.values()):
-        on_cpu = default
-    on_tpu = partial(_keep_layouts, one_by_one if reads_few else _two_at_least)
-    forms = {"cpu": on_cpu, "tpu": on_tpu, "default": default}
+    forms = {
+        "cpu": gather_in_steps if (reads_few or is_sparse) and not has_blocks else default,
+        "tpu": partial(_keep_layouts, one_by_one if reads_few else _two_at_least),
+        "default": default,
+    }
     by_blocks = {platform: partial(_by_blocks, form, gate) for platform, form in forms.items()}
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
