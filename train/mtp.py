@@ -85,7 +85,7 @@ class MtpNetwork:
         mixed_bnhe = attend(q_bnhe)
         if gate_bnhe is not None:
             mixed_bnhe *= jax.nn.sigmoid(gate_bnhe)
-        x_bnd = input_bn + layers.merge_heads(layer, mixed_bnhe)
+        x_bnd = input_bn + layers.project_output(layer, mixed_bnhe)
         x_bnd += layers.feed_forward(layer, sizes, x_bnd)
         return layers.norm(sizes, x_bnd, weights["norm"])
 

@@ -119,7 +119,7 @@ def test_the_output_of_attention_folds_heads_of_blocks(scheme, block):
     mixed = draw(1, 3, *spec.shape[1:])
     assert small.block == block
     expected = np.einsum("bthe,dhe->btd", mixed, widened(small, spec))
-    np.testing.assert_allclose(jax.jit(layers.merge_heads)({"o": small}, mixed), expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(jax.jit(layers.project_output)({"o": small}, mixed), expected, rtol=1e-4, atol=1e-3)
 
 
 def make_zeros(shape, blocks, dtype=jnp.float8_e4m3fn):

@@ -73,7 +73,7 @@ def test_linear_is_the_product_with_the_rounded_weight(name):
     x = draw(2, 3, *(weight.shape[axis] for axis in inputs))
     small = jax.jit(quantize_channels, static_argnums=1)(weight, inputs)
     expected = np.einsum(equation, x, widened(small, inputs))
-    run = layers.merge_heads if name == "o" else partial(quantized.product, equation)
+    run = layers.project_output if name == "o" else partial(quantized.product, equation)
     product = jax.jit(run)(*(({"o": small}, x) if name == "o" else (x, small)))
     np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-4)
 

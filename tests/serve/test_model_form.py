@@ -10,8 +10,8 @@ from servers import CHAT, with_tools
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.model_form import model_prompts, model_settings
 from treeflash_jax.serve.protocols.chat_completions import ChatBody, ChatExchange
-from treeflash_jax.serve.protocols.chat_messages import template_messages
 from treeflash_jax.serve.protocols.exchange import Served
+from treeflash_jax.serve.protocols.template_messages import template_messages
 
 ADD = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": ADD}}

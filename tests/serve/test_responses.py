@@ -18,7 +18,6 @@ from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
-from treeflash_jax.serve.protocols import response_items
 from treeflash_jax.serve.protocols.exchange import Event, Served
 from treeflash_jax.serve.protocols.fields import with_numbers
 from treeflash_jax.serve.protocols.response_items import encode_thoughts
@@ -324,7 +323,7 @@ def test_numbers_that_json_lacks_are_refused(field, number):
 def test_warnings_name_a_part_of_long_types(monkeypatch):
     """`warn` keeps its texts, so that each is logged once."""
     texts = []
-    monkeypatch.setattr(response_items, "warn", texts.append)
+    monkeypatch.setattr("treeflash_jax.serve.protocols.tools.warn", texts.append)
     call_of(tools=[{"type": "x" * 100_000}])
     assert len(texts) == 1 and len(texts[0]) < 200
 

@@ -196,7 +196,7 @@ def layer_output(
     if drafter.norm_before_residual:
         residual_btd = layers.rms_norm(carried_btd, layer["hidden_norm"], eps)
     mixed_bthe = attend(layers.queries(layer, drafter.layers, read_bt, table))
-    x_btd = residual_btd + layers.merge_heads(layer, mixed_bthe)
+    x_btd = residual_btd + layers.project_output(layer, mixed_bthe)
     x_btd += layers.swiglu(layer, layers.rms_norm(x_btd, layer["mlp_norm"], eps))
     return sharding.constrain(x_btd, ("batch", None, None))
 

@@ -217,7 +217,7 @@ def over_mesh(attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], p
 
     def run(*arrays: Any) -> Any:
         *arrays, stacks, layer, length_b = arrays
-        return attend(*arrays, LayerKV(*stacks, layer), length_b)
+        return attend(*arrays, LayerKV(*stacks, layer, prefix.is_ring), length_b)
 
     stacks = prefix.keys_bnkse, prefix.values_bnkse
     layouts = *layouts, (kv_cache.AXES, prefix.keys_bnkse.shape), ((), ()), (("batch",), length_b.shape)

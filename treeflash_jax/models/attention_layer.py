@@ -110,7 +110,7 @@ class AttentionLayer(LayerKind):
             mixed_bthe = tree_attention(q_bthe, *seen, mask_btu, state, inputs.length_b, **how)
         if gate_bthe is not None:
             mixed_bthe *= jax.nn.sigmoid(gate_bthe)
-        return layers.merge_heads(params, mixed_bthe), new
+        return layers.project_output(params, mixed_bthe), new
 
 
 @programs.jit

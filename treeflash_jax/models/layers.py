@@ -221,7 +221,7 @@ def normed_values(config: ModelConfig, v_btke: jax.Array) -> jax.Array:
     return unit_norm(v_btke, config.rms_norm_eps) if config.value_norm else v_btke
 
 
-def flat_heads(params: Params, mixed_bthe: jax.Array) -> tuple[jax.Array, jax.Array]:
+def flatten_heads(params: Params, mixed_bthe: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns attention output [b, t, z] and the weight [d, z] that maps it back to the residual stream.
 
     Heads are flattened first. If they were contracted as two axes, XLA's CPU backend would transpose the weight in every
@@ -231,9 +231,9 @@ def flat_heads(params: Params, mixed_bthe: jax.Array) -> tuple[jax.Array, jax.Ar
     return x_btz, params["o"].reshape(-1, x_btz.shape[-1])
 
 
-def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
+def project_output(params: Params, mixed_bthe: jax.Array) -> jax.Array:
     """Maps attention output back to the residual stream, [b, t, d], with the layer's bias if it has one."""
-    out_btd = product("btz,dz->btd", *flat_heads(params, mixed_bthe))
+    out_btd = product("btz,dz->btd", *flatten_heads(params, mixed_bthe))
     return out_btd + params["o_bias"].astype(out_btd.dtype) if "o_bias" in params else out_btd
 
 

@@ -21,13 +21,13 @@ class Tools:
 
     Attributes:
       described: functions that the chat template describes, in the form of OpenAI's chat API.
-      callable: names of the functions that may be called; None for all.
+      allowed: names of the functions that may be called; None for all.
       is_forced: whether an answer has to call a function.
       is_parallel: whether an answer may have several calls.
     """
 
     described: Sequence[dict[str, Any]] = ()
-    callable: frozenset[str] | None = None
+    allowed: frozenset[str] | None = None
     is_forced: bool = False
     is_parallel: bool = True
 
@@ -37,18 +37,18 @@ class Tools:
         functions = []
         for tool in self.described:
             function = tool["function"]
-            if self.callable is None or function["name"] in self.callable:
+            if self.allowed is None or function["name"] in self.allowed:
                 parameters = function.get("parameters") or {"type": "object"}
                 is_strict = self.is_forced or bool(function.get("strict"))
                 functions.append(Function(function["name"], parameters, is_strict))
         return functions
 
     def check(self) -> None:
-        """Raises ValueError for names that cannot stand in a call, unknown callable functions, and forced calls of none."""
+        """Raises ValueError for names that cannot stand in a call, unknown allowed functions, and forced calls of none."""
         names = {tool["function"]["name"] for tool in self.described}
         for name in names:
             expect(not re.search(r"[\s<>]", name), "name of a tool", name, "one without white space, '<' and '>'")
-        unknown = sorted((self.callable or frozenset()) - names)
+        unknown = sorted((self.allowed or frozenset()) - names)
         expect(not unknown, "tool_choice", ", ".join(unknown), f"one of tools: {', '.join(sorted(names)) or 'none'}")
         if self.is_forced and not self.functions:
             raise WrongValue("got tool_choice that demands a call, but no tools to call", "tool_choice")

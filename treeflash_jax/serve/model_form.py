@@ -12,7 +12,7 @@ from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Demands
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.call import ServerCall
-from treeflash_jax.serve.protocols.chat_messages import template_messages
+from treeflash_jax.serve.protocols.template_messages import template_messages
 
 
 def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]:

@@ -83,7 +83,7 @@ def through_layers(
     def layer(weights, x_btd, seen):
         def attention(x_btd):
             new = layers.keys_values(weights, sizes, x_btd, table)
-            return layers.merge_heads(weights, attend(layers.queries(weights, sizes, x_btd, table), *new, seen))
+            return layers.project_output(weights, attend(layers.queries(weights, sizes, x_btd, table), *new, seen))
 
         for name, run in {"attention": attention, "mlp": partial(layers.swiglu, weights)}.items():
             normed_btd = layers.rms_norm(x_btd, weights[f"{name}_norm"], sizes.rms_norm_eps)

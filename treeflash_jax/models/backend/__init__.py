@@ -7,5 +7,6 @@ time. Tests run all forms of these functions on the CPU. Kernels, which a call c
 - Forms for TPUs never ran on one: programs for TPUs were only compiled (notebooks/results/tpu_estimates.md). `products` has
   them for one vector and for attention, `rotation` for several positions, `indexing` for stores; all files of experts and
   of weights with blocks have some.
-- The only form for GPUs, in `group_products`, never ran on one. For everything else, GPUs run the plain forms.
+- Forms for GPUs never ran on one, either: in `group_products`, and in `block_products` for one vector, where CPUs and TPUs
+  multiply two. For everything else, GPUs run the plain forms.
 """

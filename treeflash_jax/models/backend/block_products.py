@@ -1,13 +1,14 @@
 """Products with weights that have a scale per block of outputs and inputs, in the form that writes fewest bytes.
 
 XLA would store a copy of a weight that is scaled as it is read, in the dtype of the activations. For n vectors and blocks
-of B outputs, these functions write less:
+of B outputs, these functions write less. The first row that applies decides:
 
-| vectors | function |
-|---|---|
-| one per device | `_multiply_one_vector` |
-| n < B | `_scale_inputs`: writes n / B copies of the weight |
-| more | `_scale_blocks_in_parts` |
+| device | when | function | ran there? |
+|---|---|---|---|
+| CPU | n = 1 | `_multiply_one_vector`: multiplies two | yes |
+| TPU | one vector per device | `_multiply_one_vector`: multiplies two | no |
+| all | n < B, or one vector per device | `_scale_inputs`: writes n / B copies of the weight | on CPUs |
+| all | otherwise | `_scale_blocks_in_parts` | on CPUs |
 
 A kernel may replace the function (`models.kernels`). `group_products` has the functions for weights with a scale for each
 output and group of inputs. All weights have blocks, and their inputs are in order.
@@ -57,7 +58,10 @@ def _multiply_blocks(x_ni: jax.Array, weight: Quantized) -> jax.Array:
 
 
 def _multiply_one_vector(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Multiplies a vector per device as two. For one, a TPU would write a float32 copy of some weights; for two, none."""
+    """Multiplies a vector per device as two. For one, a TPU would write a float32 copy of some weights; for two, none.
+
+    If there is one vector in all, CPUs run the same form.
+    """
 
     def multiply_two(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         return _scale_inputs(_append_zero_vectors(x_ni), values, scale)[..., ::2, :]

@@ -1,5 +1,14 @@
 """Products of experts with their matrices, each with a scale per block of inputs and outputs.
 
+For n vectors per expert and blocks of G inputs:
+
+| device | when | function | ran there? |
+|---|---|---|---|
+| CPU, GPU | n < G, in bfloat16 n < G / 2 | `_scale_sums`: writes less than a copy of the weight | on CPUs |
+| CPU, GPU | otherwise | `_scale_weights_in_parts` | on CPUs |
+| TPU | a scale per output, and n > G / 2 or n > MOST_VECTORS_SUMMED | `_scale_weights` | no |
+| TPU | otherwise | `_scale_sums` | no |
+
 Shape suffixes: x experts, n vectors, i inputs, f outputs, k blocks of inputs, z inputs of a block, g blocks of outputs, b
 outputs of a block.
 """

@@ -1,8 +1,17 @@
 """The sum over the experts of a mixture: a plain form that reads every matrix once, and forms that read chosen ones only.
 
 A one-token step reads few of the experts, and a tree reads most of them. `sum_experts` gathers the matrices of each token's
-experts if that reads fewer bytes. On a CPU, it also does so if a token chooses few of many experts. All forms are equal up
-to rounding. Their arguments are:
+experts if that reads fewer bytes. For n tokens that choose k of x experts each, the first row that applies decides:
+
+| device | when | function | ran there? |
+|---|---|---|---|
+| CPU | 2 n k <= x or SPARSE k <= x, and no weight has blocks | `gather_in_steps` | yes |
+| CPU, GPU | 2 n k <= x | `gather_and_reduce` | on CPUs |
+| CPU, GPU | otherwise | `all_experts` | on CPUs |
+| TPU | 2 n k <= x | `one_by_one` | no |
+| TPU | otherwise | `_two_at_least` | no |
+
+All forms are equal up to rounding. Their arguments are:
 
 - the weights, and the tokens [n, d]
 - the weight of every assignment, in float32 at least; 0 for experts that the device does not hold
@@ -42,12 +51,14 @@ def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: 
     """Returns the sum, [n, d], computed by the form that reads fewest bytes."""
     num_experts, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= num_experts
-    on_cpu = gather_in_steps if reads_few or SPARSE * per_token <= num_experts else all_experts
+    is_sparse = SPARSE * per_token <= num_experts
+    has_blocks = any(_has_blocks(weight) for weight in weights.values())
     default = gather_and_reduce if reads_few else all_experts
-    if any(_has_blocks(weight) for weight in weights.values()):
-        on_cpu = default
-    on_tpu = partial(_keep_layouts, one_by_one if reads_few else _two_at_least)
-    forms = {"cpu": on_cpu, "tpu": on_tpu, "default": default}
+    forms = {
+        "cpu": gather_in_steps if (reads_few or is_sparse) and not has_blocks else default,
+        "tpu": partial(_keep_layouts, one_by_one if reads_few else _two_at_least),
+        "default": default,
+    }
     by_blocks = {platform: partial(_by_blocks, form, gate) for platform, form in forms.items()}
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
@@ -97,7 +108,7 @@ def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_
     wide = weight_nk.dtype
     ids_a = jnp.minimum(ids_nk, weights["expert_gate"].shape[0] - 1).reshape(-1)
 
-    def products(names: tuple[str, ...], x_am: jax.Array, narrow: bool = True) -> list[jax.Array]:
+    def multiply_all(names: tuple[str, ...], x_am: jax.Array, narrow: bool = True) -> list[jax.Array]:
         parts = [_parts(weights[name]) for name in names]
         num_experts, inputs, outputs = parts[0][0].shape
         size = math.gcd(inputs, STEP_INPUTS)
@@ -118,8 +129,8 @@ def gather_in_steps(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_
         return [_scaled(y_am, scale, dtype) for y_am, scale in zip(sums, scales, strict=True)]
 
     x_ad = jnp.repeat(x_nd, ids_nk.shape[1], axis=0)
-    h_af = _gated(products(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), gate)
-    (y_ad,) = products(("expert_down",), h_af, narrow=False)
+    h_af = _gated(multiply_all(GATE_UP, x_ad), _biases(weights, lambda bias_xf: bias_xf[ids_a]), gate)
+    (y_ad,) = multiply_all(("expert_down",), h_af, narrow=False)
     return jnp.sum(y_ad.reshape(*ids_nk.shape, -1) * weight_nk[..., None], axis=1)
 
 
@@ -129,15 +140,15 @@ def gather_and_reduce(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, id
     experts = {name: weight for name, weight in weights.items() if not name.startswith("router")}
     gathered = jax.tree.map(lambda weight: jnp.take(weight, ids_nk, axis=0, mode="clip"), experts)
 
-    def product(name: str, x_nkm: jax.Array, narrow: bool = True) -> jax.Array:
+    def multiply(name: str, x_nkm: jax.Array, narrow: bool = True) -> jax.Array:
         values, scale = _parts(gathered[name])
         if scale is not None and scale.ndim == values.ndim:
             values, scale = block_scales.widen(gathered[name], wide), None
         y_nkm = jnp.sum(x_nkm.astype(wide)[..., None] * values.astype(wide), axis=2)
         return _scaled(y_nkm, scale, x_nd.dtype if narrow else wide)
 
-    h_nkf = _gated([product(name, x_nd[:, None]) for name in GATE_UP], _biases(gathered), gate)
-    return jnp.sum(product("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
+    h_nkf = _gated([multiply(name, x_nd[:, None]) for name in GATE_UP], _biases(gathered), gate)
+    return jnp.sum(multiply("expert_down", h_nkf, narrow=False) * weight_nk[..., None], axis=1)
 
 
 def one_by_one(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:

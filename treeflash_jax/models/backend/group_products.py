@@ -2,13 +2,13 @@
 
 For n vectors and groups of G inputs:
 
-| device | vectors | function |
-|---|---|---|
-| CPU | any | `_scale_weight_in_parts` |
-| GPU | n <= G / 2 | `_scale_sums`: writes 2 n / G copies of the weight in bfloat16 |
-| GPU | more | `_scale_weight_in_parts` |
-| TPU | n <= MOST_VECTORS_MASKED, or one per device | `_scale_sums_of_masked_inputs` |
-| TPU | more | `_scale_weight` |
+| device | when | function | ran there? |
+|---|---|---|---|
+| CPU | always | `_scale_weight_in_parts` | yes |
+| GPU | n <= G / 2 | `_scale_sums`: writes 2 n / G copies of the weight in bfloat16 | no |
+| GPU | otherwise | `_scale_weight_in_parts` | no |
+| TPU | n <= MOST_VECTORS_MASKED, or one vector per device | `_scale_sums_of_masked_inputs` | no |
+| TPU | otherwise | `_scale_weight` | no |
 
 On a mesh, a TPU multiplies by its part of a layer's weight (`_multiply_shards`).
 
@@ -41,12 +41,14 @@ def multiply(x_ni: jax.Array, weight: Quantized) -> jax.Array:
     if block_scales.model_ways() == 1:
         weight = _with_one_output_axis(weight)
     count, group = x_ni.shape[0], weight.block[-1]
-    is_one = products.is_one_vector(x_ni, 1)
-    # For `_scale_sums`, a TPU would hold copies of weights in another layout.
-    on_tpu = _scale_sums_of_masked_inputs if is_one or count <= MOST_VECTORS_MASKED else _scale_weight
-    on_tpu = partial(_multiply_shards, on_tpu)
-    on_gpu = _scale_sums if 2 * count <= group else _scale_weight_in_parts
-    return lax.platform_dependent(x_ni, weight, tpu=on_tpu, cuda=on_gpu, default=_scale_weight_in_parts)
+    are_few = count <= MOST_VECTORS_MASKED or products.is_one_vector(x_ni, 1)
+    forms = {
+        # For `_scale_sums`, a TPU would hold copies of weights in another layout.
+        "tpu": partial(_multiply_shards, _scale_sums_of_masked_inputs if are_few else _scale_weight),
+        "cuda": _scale_sums if count <= group / 2 else _scale_weight_in_parts,
+        "default": _scale_weight_in_parts,
+    }
+    return lax.platform_dependent(x_ni, weight, **forms)
 
 
 def _multiply_shards(

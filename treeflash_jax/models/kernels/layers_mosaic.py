@@ -64,7 +64,7 @@ def run(
         if normed_btd is None:
             normed_btd = layers.rms_norm(x_btd, weights["attention_norm"], eps)
         mixed_bthe, new = _attend(weights, config, normed_btd, shared, prefix)
-        x_btd, normed_btd = add_product(x_btd, *layers.flat_heads(weights, mixed_bthe), weights["mlp_norm"], eps)
+        x_btd, normed_btd = add_product(x_btd, *layers.flatten_heads(weights, mixed_bthe), weights["mlp_norm"], eps)
         if normed_btd is None:
             normed_btd = layers.rms_norm(x_btd, weights["mlp_norm"], eps)
         if "router" in weights:

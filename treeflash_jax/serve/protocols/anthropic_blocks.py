@@ -15,7 +15,7 @@ BLOCKS = {
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # the form that Claude Code uses in a user's message
 
 
-def chat_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def join_blocks(system: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages of a chat. Results of tools become separate messages; neighbours of the same role are joined.
 
     Later messages of the system become the user's text in the form REMINDER, because many chat templates refuse them

@@ -5,15 +5,14 @@ from typing import Any
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.call.prompts import Chat
-from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS
 from treeflash_jax.formats.messages.message_format import Content, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import chat_form
-from treeflash_jax.serve.protocols.chat_messages import check_tools
 from treeflash_jax.serve.protocols.exchange import Event, Served
-from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
+from treeflash_jax.serve.protocols.fields import Body, Objects, check_template, check_top
 from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
 from treeflash_jax.serve.protocols.tool_choices import flat_choice, offered_tools
+from treeflash_jax.serve.protocols.tools import read_chat_tools
 
 
 class ChatBody(Body):
@@ -57,9 +56,9 @@ class ChatExchange(ChoicesExchange):
         body = self.body
         top = body.top_logprobs or 0
         expect(body.logprobs or not top, "top_logprobs", top, "logprobs true with it")
-        expect(0 <= top <= MAX_TOP_LOG_PROBS, "top_logprobs", top, f"0 to {MAX_TOP_LOG_PROBS}")
+        check_top(top, "top_logprobs")
         chat = Chat(body.messages, continued=bool(body.continue_final_message), template=body.template_arguments())
-        functions, is_parallel = check_tools(body.tools or []), body.parallel_tool_calls is not False
+        functions, is_parallel = read_chat_tools(body.tools or []), body.parallel_tool_calls is not False
         return ServerCall(
             prompts=[chat],
             settings=body.settings(),

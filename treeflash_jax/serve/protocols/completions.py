@@ -3,15 +3,13 @@
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.call.prompts import Prompt, Text
-from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS
 from treeflash_jax.formats.messages.message_format import Content
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import completion_form
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event
-from treeflash_jax.serve.protocols.fields import Body, Ids
+from treeflash_jax.serve.protocols.fields import Body, Ids, check_top
 from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
 
 MOST_TOKENS = 16  # OpenAI's default
@@ -49,7 +47,7 @@ class CompletionExchange(ChoicesExchange):
 
     def call(self) -> ServerCall:
         body = self.body
-        expect(0 <= (body.logprobs or 0) <= MAX_TOP_LOG_PROBS, "logprobs", body.logprobs, f"0 to {MAX_TOP_LOG_PROBS}")
+        check_top(body.logprobs or 0, "logprobs")
         return ServerCall(
             prompts=body.prompts(),
             settings=body.settings(),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import create_model
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
+from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS, GenerateConfig, number_types
 from treeflash_jax.serve.call import MOST_SAMPLES
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST, ConstraintFields
 from treeflash_jax.serve.protocols.exchange import Exchange
@@ -99,6 +99,11 @@ def check_template(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     reserved = sorted(arguments.keys() & _renderer_arguments()) if arguments else []
     expect(not reserved, "chat_template_kwargs", reserved, "variables of the model's chat template only")
     return arguments
+
+
+def check_top(top: int, name: str) -> None:
+    """Raises ValueError for a number of likeliest tokens that a call may not request."""
+    expect(0 <= top <= MAX_TOP_LOG_PROBS, name, top, f"0 to {MAX_TOP_LOG_PROBS}")
 
 
 @functools.cache

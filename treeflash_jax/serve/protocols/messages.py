@@ -8,14 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.error_text import quoted, warn
+from treeflash_jax.core.error_text import warn
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
-from treeflash_jax.serve.protocols.anthropic_blocks import chat_messages
+from treeflash_jax.serve.protocols.anthropic_blocks import join_blocks
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
 from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
+from treeflash_jax.serve.protocols.tools import read_anthropic_tools
 
 ENDINGS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 ERRORS = {
@@ -95,7 +96,7 @@ class MessagesBody(Body):
             return Tools()
         expect(choice.type != "tool" or choice.name is not None, "tool_choice.name", choice.name, "the name of a tool")
         return Tools(
-            chat_tools(self.tools or []),
+            read_anthropic_tools(self.tools or []),
             frozenset([choice.name]) if choice.type == "tool" else None,
             is_forced=choice.type in ("any", "tool"),
             is_parallel=not choice.disable_parallel_tool_use,
@@ -116,24 +117,6 @@ class CountBody(MessagesBody):
     max_tokens: int = 1
 
 
-def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns tools in the form of OpenAI's chat API. Tools that Anthropic's servers run are left out.
-
-    Raises ValueError for a tool without a name or a schema.
-    """
-    plain = []
-    for number, tool in enumerate(tools):
-        if tool.get("type") not in (None, "custom"):
-            warn(f"/v1/messages: tools of type {quoted(tool['type'])} are left out")
-            continue
-        name, schema = tool.get("name"), tool.get("input_schema")
-        expect(isinstance(name, str) and bool(name), f"tools.{number}.name", name, "the name of a tool")
-        expect(isinstance(schema, dict), f"tools.{number}.input_schema", schema, "a JSON schema")
-        more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-        plain.append({"type": "function", "function": {"name": name, "parameters": schema, **more}})
-    return plain
-
-
 class MessagesExchange(Exchange):
     path = "/v1/messages"
     body_kind = MessagesBody
@@ -151,7 +134,7 @@ class MessagesExchange(Exchange):
     def call(self) -> ServerCall:
         body = self.body
         body.note_ignored()
-        messages = chat_messages(body.system, body.messages)
+        messages = join_blocks(body.system, body.messages)
         continued = bool(messages) and messages[-1]["role"] == "assistant"
         if continued:
             can_continue = "tool_calls" not in messages[-1] and any(part["text"] for part in messages[-1]["content"])

@@ -56,8 +56,8 @@ class ChoicesExchange(Exchange):
     def _includes_usage(self) -> bool:
         return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
-    def _object(self, type: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": type, "created": self._created, "model": self.served.name, "choices": choices}
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.served.name, "choices": choices}
 
 
 def completion_usage(usage: Usage) -> dict[str, Any]:

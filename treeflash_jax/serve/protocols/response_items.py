@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.error_text import quoted, warn
 
 TEXTS = ("input_text", "output_text", "text")  # parts of messages that are text
 ITEMS = "message, reasoning, function_call, function_call_output or item_reference"
 ENCODED = "text:"  # beginning of this server's `encrypted_content`, before the text of the thoughts in base64
 
 
-def chat_messages(items: Sequence[dict[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
+def join_items(items: Sequence[dict[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
     """Returns the messages of a conversation.
 
     Instructions, and messages of the system and of developers at the beginning, become one message, because many chat
@@ -117,24 +116,3 @@ def _check_text(content: Any, place: str) -> None:
         kind = part.get("type") if isinstance(part, dict) else part
         expect(kind in TEXTS, f"{place}.{number}.type", kind, "input_text or output_text: the model reads text only")
         expect(isinstance(part.get("text"), str), f"{place}.{number}.text", part.get("text"), "a text")
-
-
-def chat_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the functions among tools in the form of the chat API. Raises ValueError for a function without a name.
-
-    Tools that OpenAI's servers run are left out with a line in the log, because clients such as Codex send some with each
-    request. A function without `strict` stays not strict. OpenAI would make it strict if possible, but its schema was not
-    written for that, and may have more states than this server can follow.
-    """
-    functions = []
-    for number, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            warn(f"/v1/responses: tools of type {quoted(tool.get('type'))} are left out")
-            continue
-        name, parameters = tool.get("name"), tool.get("parameters")
-        expect(isinstance(name, str) and bool(name), f"tools.{number}.name", name, "the name of a function")
-        is_schema = parameters is None or isinstance(parameters, dict)
-        expect(is_schema, f"tools.{number}.parameters", parameters, "a schema")
-        keys = (key for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None)
-        functions.append({"type": "function", "function": {key: tool[key] for key in keys}})
-    return functions

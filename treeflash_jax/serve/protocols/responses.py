@@ -14,15 +14,15 @@ from starlette.exceptions import HTTPException
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.call.prompts import Chat
-from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.protocols.constraint_fields import ANY_OBJECT, FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
-from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template
-from treeflash_jax.serve.protocols.response_items import chat_messages, chat_tools, check_item
+from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template, check_top
+from treeflash_jax.serve.protocols.response_items import check_item, join_items
 from treeflash_jax.serve.protocols.response_memory import MOST_RESPONSES, ResponseMemory
 from treeflash_jax.serve.protocols.response_output import ResponseOutput
 from treeflash_jax.serve.protocols.tool_choices import offered_tools
+from treeflash_jax.serve.protocols.tools import read_response_tools
 
 T = TypeVar("T")
 LOG_PROBS, ENCODED_THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"  # values of `include`
@@ -105,7 +105,7 @@ class ResponsesExchange(Exchange):
         self._includes = set(body.include or [])
         self._output = ResponseOutput(encodes_thoughts=ENCODED_THOUGHTS in self._includes)
         self._items: list[dict[str, Any]] = []  # items of the conversation up to this answer
-        self._functions = chat_tools(body.tools or [])
+        self._functions = read_response_tools(body.tools or [])
         self._status = "in_progress"
         self._num_events = 0
 
@@ -113,13 +113,13 @@ class ResponsesExchange(Exchange):
         body, top = self.body, self.body.top_logprobs or 0
         has_log_probs = LOG_PROBS in self._includes
         expect(has_log_probs or not top, "top_logprobs", top, f"include with {LOG_PROBS!r} beside it")
-        expect(0 <= top <= MAX_TOP_LOG_PROBS, "top_logprobs", top, f"0 to {MAX_TOP_LOG_PROBS}")
+        check_top(top, "top_logprobs")
         settings = body.settings()
         self._check_numbers()
         tools = offered_tools(self._functions, body.tool_choice, body.parallel_tool_calls is not False)
         self._items = self._conversation()
         return ServerCall(
-            prompts=[Chat(chat_messages(self._items, body.instructions), template=body.template_arguments())],
+            prompts=[Chat(join_items(self._items, body.instructions), template=body.template_arguments())],
             settings=settings,
             tools=tools,
             streams=bool(body.stream),

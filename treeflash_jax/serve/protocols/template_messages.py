@@ -3,26 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeflash_jax.core.checks import expect
 from treeflash_jax.core.json_files import parse_json
-
-
-def check_tools(tools: Sequence[Mapping[str, Any]], place: str = "tools") -> list[dict[str, Any]]:
-    """Returns checked tools of OpenAI's chat API. Raises ValueError for a tool that is not a function with a name."""
-    for number, tool in enumerate(tools):
-        function = tool.get("function")
-        has_name = isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
-        expect(
-            has_name, f"{place}.{number}", tool, "a function with a name: {'type': 'function', 'function': {'name': ...}}"
-        )
-        parameters = function.get("parameters")
-        expect(
-            parameters is None or isinstance(parameters, dict),
-            f"{place}.{number}.function.parameters",
-            parameters,
-            "a schema",
-        )
-    return [dict(tool) for tool in tools]
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], template: str, thoughts_key: str) -> list[dict[str, Any]]:

@@ -1,0 +1,62 @@
+"""Reads tools of requests. All protocols turn them into the form of OpenAI's chat API."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treeflash_jax.core.checks import expect
+from treeflash_jax.core.error_text import quoted, warn
+
+
+def read_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns tools of OpenAI's chat API. Raises ValueError for a tool that is not a function with a name."""
+    for number, tool in enumerate(tools):
+        place, function = f"tools.{number}", tool.get("function")
+        has_name = isinstance(function, dict) and _is_name(function.get("name"))
+        expect(has_name, place, tool, "a function with a name: {'type': 'function', 'function': {'name': ...}}")
+        _check_parameters(function.get("parameters"), f"{place}.function.parameters")
+    return [dict(tool) for tool in tools]
+
+
+def read_response_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the functions among tools of the Responses API. Raises ValueError for a function without a name.
+
+    Tools that OpenAI's servers run are left out with a line in the log, because clients such as Codex send some with each
+    request. A function without `strict` stays not strict. OpenAI would make it strict if possible, but its schema was not
+    written for that, and may have more states than this server can follow.
+    """
+    functions = []
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            warn(f"/v1/responses: tools of type {quoted(tool.get('type'))} are left out")
+            continue
+        expect(_is_name(tool.get("name")), f"tools.{number}.name", tool.get("name"), "the name of a function")
+        _check_parameters(tool.get("parameters"), f"tools.{number}.parameters")
+        keys = (key for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None)
+        functions.append({"type": "function", "function": {key: tool[key] for key in keys}})
+    return functions
+
+
+def read_anthropic_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns tools of Anthropic's API. Those that Anthropic's servers run are left out with a line in the log.
+
+    Raises ValueError for a tool without a name or a schema.
+    """
+    functions = []
+    for number, tool in enumerate(tools):
+        if tool.get("type") not in (None, "custom"):
+            warn(f"/v1/messages: tools of type {quoted(tool['type'])} are left out")
+            continue
+        name, schema = tool.get("name"), tool.get("input_schema")
+        expect(_is_name(name), f"tools.{number}.name", name, "the name of a tool")
+        expect(isinstance(schema, dict), f"tools.{number}.input_schema", schema, "a JSON schema")
+        more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+        functions.append({"type": "function", "function": {"name": name, "parameters": schema, **more}})
+    return functions
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _check_parameters(value: Any, place: str) -> None:
+    expect(value is None or isinstance(value, dict), place, value, "a schema")
