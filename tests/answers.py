@@ -25,6 +25,11 @@ PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
 SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0], "top_k": [0, 0, 9, 0]}  # of four prompts
 
 
+def slow(*values: Any) -> Any:
+    """Parameters of a test that is slow with them."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def slow_unless(is_quick: bool, *values: Any) -> Any:
     """Parameters of a test that is marked slow with all but the quick ones."""
     return pytest.param(*values, marks=() if is_quick else pytest.mark.slow)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from answers import drafted_as_plain, slow_unless
+from answers import drafted_as_plain, slow
 from conftest import FOLDERS
 from extending import OPTIONS, SMALL, generated, goes_through_everything
 from refusals import refused
@@ -88,7 +88,7 @@ def test_a_weight_that_files_cannot_hold_is_refused_before_training(page, monkey
 
 @pytest.mark.parametrize("settings", [
     {"nodes": 8},
-    slow_unless(False, {"nodes": 8, "builder": "skeleton", "acceptance": "sample-and-match", "temperature": 1.0}),
+    slow({"nodes": 8, "builder": "skeleton", "acceptance": "sample-and-match", "temperature": 1.0}),
 ])  # fmt: skip
 def test_an_expander_works_with_all_defaults_of_a_cpu(page, trained, settings):
     """Its tree is joined with n-grams, which follow tokens that it did not offer."""

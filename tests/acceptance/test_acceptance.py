@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import slow_unless
+from answers import slow, slow_unless
 from refusals import refused
 from scipy import special
 
@@ -60,7 +60,7 @@ def test_the_oracle_is_lossless(name, rule, size):
 
 
 @pytest.mark.parametrize("rule", [
-    "recursive", "naive-tree", slow_unless(False, "k-sequential"), "traversal", "multi-path-block",
+    "recursive", "naive-tree", slow("k-sequential"), "traversal", "multi-path-block",
 ])  # fmt: skip
 def test_the_oracle_is_lossless_on_three_paths_and_three_levels(rule):
     here = world(1, 3, 3, 3, ends=0.0)

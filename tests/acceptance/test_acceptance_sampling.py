@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_assistant, make_pair, read_texts, slow_unless, with_recurrent_layers, with_shared_layers
+from answers import make_assistant, make_pair, read_texts, slow, slow_unless, with_recurrent_layers, with_shared_layers
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy import special, stats
 
@@ -138,8 +138,8 @@ def in_turn(names: list[str]) -> SimpleNamespace:
 PAIRS = [("block", tree) for tree in ("one path", "paths", "delayed")] + [("mtp", "skeleton"), ("ngram", "skeleton")]
 PAIRS += [("lowrank", "without-replacement")]
 PAIRS = [slow_unless(pair == ("ngram", "skeleton"), MODEL, *pair) for pair in PAIRS]
-PAIRS += [slow_unless(False, RECURRENT, "block", "skeleton")]
-PAIRS += [slow_unless(False, SHARED, kind, tree) for kind, tree in (("assistant", "paths"), ("clusters", "skeleton"))]
+PAIRS += [slow(RECURRENT, "block", "skeleton")]
+PAIRS += [slow(SHARED, kind, tree) for kind, tree in (("assistant", "paths"), ("clusters", "skeleton"))]
 
 
 @pytest.mark.parametrize(("model", "kind", "tree"), PAIRS, ids=lambda x: getattr(x, "model_type", x))
@@ -198,7 +198,7 @@ def exact_penalized(pair) -> np.ndarray:
     return p
 
 
-@pytest.mark.parametrize(("rule", "tree"), [("block", "one path"), slow_unless(False, "traversal", "skeleton")])
+@pytest.mark.parametrize(("rule", "tree"), [("block", "one path"), slow("traversal", "skeleton")])
 def test_penalized_answers_have_the_penalized_distribution(pair, exact, exact_penalized, rule, tree):
     tokens, _ = answers(pair, planned(pair, rule, DRAFT | TREES[tree]), size=5_000, new=4, **PENALTIES)
     assert p_value(tokens, exact_penalized) > 1e-3 > 1e-9 > p_value(tokens, exact)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from answers import slow_unless
+from answers import slow
 
 from treeflash_jax.core.exit_status import exit_status
 
@@ -32,7 +32,7 @@ def test_a_command_ends_with_its_status_or_that_of_its_error(capsys):
 
 
 @pytest.mark.parametrize("words", [
-    slow_unless(False, ["-m", "train.head", "--help"]),
+    slow(["-m", "train.head", "--help"]),
     ["-c", "from treeflash_jax.core.exit_status import exit_status; exit(exit_status(lambda: print('x' * 100_000), 'x'))"],
 ])  # fmt: skip
 def test_a_reader_that_has_ended_ends_the_command_quietly(words):
@@ -48,7 +48,7 @@ def test_a_reader_that_has_ended_ends_the_command_quietly(words):
 
 @pytest.mark.parametrize("command, platform", [
     ("treeflash_jax generate --verifier tiny Hello", "cuda"),
-    slow_unless(False, "train.head configs/tiny/head.toml", "none"),
+    slow("train.head configs/tiny/head.toml", "none"),
 ])  # fmt: skip
 def test_a_platform_that_is_not_here_is_one_line(command, platform, tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": platform, "TREEFLASH_TESTS_CACHE": str(tmp_path)}

@@ -17,6 +17,7 @@ from answers import (
     make_pair,
     planned_batch,
     prefilled,
+    slow,
     slow_unless,
 )
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program, gathered_shapes
@@ -63,9 +64,9 @@ DRAFTED = {
     "steered": ("walk", "few lanes"),
     "mtp": ("chain",),
 }  # fmt: skip
-LOSSLESS += [slow_unless(False, kind, name, "qwen3") for kind, names in DRAFTED.items() for name in names]
-LOSSLESS += [slow_unless(False, "language_model", "best-first", "qwen3_5"), slow_unless(False, "eagle3", "walk", "qwen3_5")]
-LOSSLESS += [slow_unless(False, "windows", "best-first", "gpt_oss"), slow_unless(False, "shared", "best-first", "gemma4")]
+LOSSLESS += [slow(kind, name, "qwen3") for kind, names in DRAFTED.items() for name in names]
+LOSSLESS += [slow("language_model", "best-first", "qwen3_5"), slow("eagle3", "walk", "qwen3_5")]
+LOSSLESS += [slow("windows", "best-first", "gpt_oss"), slow("shared", "best-first", "gemma4")]
 OF_GEMMA = (
     ("clusters", "few lanes"),
     ("clusters", "all lanes"),
@@ -73,7 +74,7 @@ OF_GEMMA = (
     ("assistant", "chain"),
     ("clusters", "one level"),
 )
-LOSSLESS += [slow_unless(False, kind, draft, "gemma4") for kind, draft in OF_GEMMA]
+LOSSLESS += [slow(kind, draft, "gemma4") for kind, draft in OF_GEMMA]
 
 
 @pytest.mark.parametrize(("kind", "name", "verifier"), LOSSLESS)
@@ -186,7 +187,7 @@ MORE = [
     ("language_model", WALK, 2),
     ("steered", TREE, 2),
 ]
-ONE_PROGRAM += [slow_unless(False, *case) for case in MORE]
+ONE_PROGRAM += [slow(*case) for case in MORE]
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -204,7 +205,7 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, settings, batch):
 
 # Programs with processors also take what programs without them take.
 RECOMPILED = [("block", True)]
-RECOMPILED += [slow_unless(False, *case) for case in (("block", False), ("ngram", True), ("eagle3", False))]
+RECOMPILED += [slow(*case) for case in (("block", False), ("ngram", True), ("eagle3", False))]
 
 
 @pytest.mark.parametrize(("kind", "is_processed"), RECOMPILED)
@@ -237,9 +238,9 @@ def test_nothing_recompiles_when_only_values_change(kind, is_processed):
     assert not compiled
 
 
-LEFT = [slow_unless(True, kind, "qwen3") for kind in ("eagle3", "language_model")]
-LEFT += [slow_unless(False, kind, "qwen3") for kind in ("selector", "lilicorr", "windows", "mtp", "ngram")]
-LEFT += [slow_unless(False, "eagle3", "qwen3_5"), slow_unless(False, "assistant", "gemma4")]
+LEFT = [(kind, "qwen3") for kind in ("eagle3", "language_model")]
+LEFT += [slow(kind, "qwen3") for kind in ("selector", "lilicorr", "windows", "mtp", "ngram")]
+LEFT += [slow("eagle3", "qwen3_5"), slow("assistant", "gemma4")]
 
 
 @pytest.mark.parametrize(("kind", "verifier"), LEFT)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import drafted_as_plain, prefilled, slow_unless
+from answers import drafted_as_plain, prefilled, slow, slow_unless
 from conftest import DATA, FEW_TOKENS, RANDOM_MODEL, compilations
 from drafted_pairs import TEXTS, accepted_pair
 from refusals import refused
@@ -68,7 +68,7 @@ PROCESSED = ENDS | {
 }  # fmt: skip
 SAMPLED = {"temperature": [1.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
 DRAFT = {"nodes": 8, "children": 6}
-CASES = [("language_model", "qwen3"), slow_unless(False, "ngram", "qwen3"), slow_unless(False, "frequent", "qwen3_5")]
+CASES = [("language_model", "qwen3"), slow("ngram", "qwen3"), slow("frequent", "qwen3_5")]
 
 
 @pytest.mark.parametrize(("kind", "verifier"), CASES)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import read_texts, slow_unless
+from answers import read_texts, slow, slow_unless
 from conftest import CONFORMANCE, DATA
 from draft_trees import grow
 
@@ -110,7 +110,7 @@ def test_tree_and_chain_node_for_node(pair):
 
 @pytest.mark.parametrize("pair, builder, ids, accept", [
     slow_unless(name == "b_trained", name, "best-first", "generate_ids", "generate_accept") for name in CONFORMANCE
-] + [slow_unless(False, "b_trained", "chain", "chain_ids", "chain_accept")], indirect=["pair"])  # fmt: skip
+] + [slow("b_trained", "chain", "chain_ids", "chain_accept")], indirect=["pair"])  # fmt: skip
 def test_generation(pair, builder, ids, accept):
     settings, prompt = pair.settings, pair.expected["prompt"][0].tolist()
     sizes = {"candidates": settings["top_m"], "children": settings["top_k"], "stop_ids": settings["stop_token_ids"]}

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from answers import slow_unless, with_shared_layers
+from answers import slow, slow_unless, with_shared_layers
 from conftest import FEW_TOKENS, needs_8_devices
 from own_calls import DRAFTED, LONGEST, PLAIN, Pool, few_tokens, make_pool
 
@@ -92,7 +92,7 @@ def test_answers_of_batches_with_every_size_of_refill_are_those_of_own_calls(flo
 @needs_8_devices
 @pytest.mark.parametrize(
     ("mesh", "draft"),
-    [((2, 1), PLAIN), *(slow_unless(False, mesh, DRAFTED) for mesh in ((1, 1), (2, 1), (4, 1), (2, 2)))],
+    [((2, 1), PLAIN), *(slow(mesh, DRAFTED) for mesh in ((1, 1), (2, 1), (4, 1), (2, 2)))],
 )
 def test_answers_on_a_mesh_are_those_of_own_calls(float64, mesh, draft):
     pool = make_pool(few_tokens(), 60, **draft)
@@ -119,8 +119,8 @@ class Flaky:
         return self.call(function, *args, **how)
 
 
-@pytest.mark.parametrize("draft", [PLAIN, slow_unless(False, DRAFTED)])
-@pytest.mark.parametrize("slots", [3, slow_unless(False, 1), slow_unless(False, 18)])
+@pytest.mark.parametrize("draft", [PLAIN, slow(DRAFTED)])
+@pytest.mark.parametrize("slots", [3, slow(1), slow(18)])
 def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatch, draft, slots):
     """Requests that arrive while others decode, are cancelled, have beginnings in common or a constraint, or are lost when
     a dispatch fails; prompts of several chunks."""

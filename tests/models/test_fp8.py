@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import PROMPTS, assert_greedy, draw, make_pair, random_weights, slow_unless, with_recurrent_layers
+from answers import PROMPTS, assert_greedy, draw, make_pair, random_weights, slow, with_recurrent_layers
 from compiled import ONE_H100, moved_shapes
 from conftest import FEW_TOKENS, RANDOM_MODEL, needs_8_devices, needs_mosaic
 from fp8_files import widened
@@ -252,7 +252,7 @@ def test_a_mesh_multiplies_its_shards(vectors, scheme, block):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     "sizes, is_merged, length",
-    [((4, 2), True, 1), ((2, 4), False, 3), slow_unless(False, (4, 2), True, 3), slow_unless(False, (2, 4), False, 1)],
+    [((4, 2), True, 1), ((2, 4), False, 3), slow((4, 2), True, 3), slow((2, 4), False, 1)],
 )
 def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, length, monkeypatch):
     """Of a layer, merged, and with fewer key/value heads than devices; `down` has offsets. No values travel."""
@@ -284,7 +284,7 @@ def test_tpus_of_a_mesh_multiply_by_their_parts_of_groups(sizes, is_merged, leng
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("scheme", [slow_unless(False, "fp8"), "int4"])
+@pytest.mark.parametrize("scheme", [slow("fp8"), "int4"])
 def test_drafted_answers_are_the_likeliest_tokens_of_the_dense_weights(scheme):
     config = replace(FEW_TOKENS, num_layers=1)
     pair, specs = make_pair(config, NgramDrafter(), NgramDrafter().specs(), dtype=jnp.float64), decoder.specs(config)

@@ -6,7 +6,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from answers import slow_unless
+from answers import slow
 from openai.types.chat import ChatCompletion
 from servers import CHAT, running, with_tools
 
@@ -41,9 +41,9 @@ def check_calls(calls: list, names: set[str]) -> None:
 
 
 @pytest.mark.parametrize("choice, names, is_one", [
-    slow_unless(False, "required", {"add", "say"}, False),
+    slow("required", {"add", "say"}, False),
     ({"type": "function", "function": {"name": "say"}}, {"say"}, True),
-    slow_unless(False, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+    slow({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
         {"type": "function", "function": {"name": "add"}}]}}, {"add"}, False),
 ])  # fmt: skip
 def test_a_demanded_call_is_made(client, choice, names, is_one):

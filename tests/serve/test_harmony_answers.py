@@ -6,7 +6,7 @@ import harmony_tokenizer
 import jsonschema
 import openai
 import pytest
-from answers import slow_unless
+from answers import slow
 from servers import CHAT, running, with_tokenizer
 
 TOKENIZER = harmony_tokenizer.make()
@@ -24,8 +24,8 @@ def client(tiny):
 
 @pytest.mark.parametrize("fields, finish", [
     ({"tools": TOOLS, "tool_choice": "required"}, "tool_calls"),
-    slow_unless(False, {"response_format": FORM}, "stop"),
-    slow_unless(False, {"tools": TOOLS, "response_format": FORM}, None),
+    slow({"response_format": FORM}, "stop"),
+    slow({"tools": TOOLS, "response_format": FORM}, None),
 ])  # fmt: skip
 def test_calls_and_content_follow_their_schemas_behind_thoughts(client, fields, finish):
     """A random model rarely ends its thoughts, so they are biased to be short: by their end."""

@@ -9,7 +9,7 @@ import hypothesis
 import pydantic
 import pytest
 import schemathesis
-from answers import slow_unless
+from answers import slow
 from hypothesis import HealthCheck, strategies
 from refusals import refused
 from servers import CHAT, CONTEXT, LIMIT
@@ -139,7 +139,7 @@ def api(tiny):
     return schemathesis.openapi.from_asgi("/openapi.json", make_app(worker, Metrics()))
 
 
-@pytest.mark.parametrize("examples", [20, slow_unless(False, 200)])
+@pytest.mark.parametrize("examples", [20, slow(200)])
 @pytest.mark.parametrize("path", GOOD)
 def test_random_bodies_are_refused_or_queued(api, path, examples):
     """Bodies of the API's own schema: never an error of the server, and one line each."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from answers import slow_unless
+from answers import slow
 from refusals import refused
 from servers import CHAT, wait_for
 
@@ -68,7 +68,7 @@ def compilers(process: subprocess.Popen) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("work", ["answer", *(slow_unless(False, work) for work in ("schema", "requests", "dispatch"))])
+@pytest.mark.parametrize("work", ["answer", *(slow(work) for work in ("schema", "requests", "dispatch"))])
 def test_a_signal_ends_the_process_within_the_grace(work):
     """In one line, whatever it is doing; the client gets an error."""
     with stub(work, grace=1) as (process, lines):

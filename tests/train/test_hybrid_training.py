@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from answers import random_weights, read_texts, slow_unless, with_shared_layers, with_windows_and_sinks
+from answers import random_weights, read_texts, slow, slow_unless, with_shared_layers, with_windows_and_sinks
 from conftest import DATA
 from refusals import refused
 from toy_training import HYBRID, MODEL, read_log
@@ -33,7 +33,7 @@ STAGES = {  # settings of head.toml that they lack, and added ones; a drafter's 
     "drafter": (("drafter",), ("num_layers=1", "block_size=4", "mask_token_id=3", "objective.loss=cross-entropy")),
     "eagle3": (("drafter", "objective"), ("draft_vocab_size=20", "objective={steps = 2, anchors = 16, chunk = 8}")),
 }
-OF_OTHERS = [slow_unless(False, "drafter", DATA / "hybrid" / name) for name in ("gpt_oss", "gemma4_edge")]
+OF_OTHERS = [slow("drafter", DATA / "hybrid" / name) for name in ("gpt_oss", "gemma4_edge")]
 STEPS = ("loop.steps=5", "loop.batch=4", "loop.save_every=9", "loop.log_every=1", "sources.0.hold_out=0")
 
 
@@ -47,8 +47,8 @@ def hybrid(tmp_path_factory) -> Path:
     "model, attention",
     [
         (HYBRID, "chunked"),
-        slow_unless(False, with_windows_and_sinks(MODEL), "splash"),
-        slow_unless(False, with_shared_layers(MODEL), "chunked"),
+        slow(with_windows_and_sinks(MODEL), "splash"),
+        slow(with_shared_layers(MODEL), "chunked"),
     ],
 )
 def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, model, attention):

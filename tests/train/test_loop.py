@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from answers import slow_unless
+from answers import slow
 from refusals import refused
 from toy_task import FROZEN, OPTIMIZER, SPECS, TASK, WIDTH, sums, weights
 
@@ -177,7 +177,7 @@ def test_tensorboard_reads_the_metrics_and_a_profile_of_the_steps_that_settings_
 
 
 @pytest.mark.parametrize("sent, word, status", [
-    (signal.SIGTERM, "terminated", 143), slow_unless(False, signal.SIGINT, "interrupted", 130),
+    (signal.SIGTERM, "terminated", 143), slow(signal.SIGINT, "interrupted", 130),
 ])  # fmt: skip
 def test_a_stopped_run_goes_on_to_the_same_end(whole, tmp_path, monkeypatch, capsys, sent, word, status):
     """During the evaluation of step 5, which ends first: the next step is the last before a checkpoint."""
