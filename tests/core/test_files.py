@@ -98,6 +98,17 @@ def test_names_behind_a_url_stay_inside_the_folder(own_cache, tmp_path, url):
     assert not [*tmp_path.rglob("*.json")]
 
 
+def test_files_grow_in_utf8_in_every_locale(bucket, tmp_path, monkeypatch):
+    """Without an encoding, Python opens text in that of the locale, such as Latin-1."""
+    latin = lambda path, mode, encoding="latin-1": open(path, mode, encoding=encoding)  # noqa: E731
+    monkeypatch.setattr(files, "open", latin, raising=False)
+    for path in (tmp_path / "lines", "gs://bucket/lines"):
+        monkeypatch.setattr(type(files.absolute(path)), "read_text", lambda path: path.read_bytes().decode("latin-1"))
+        files.write(path, "é")
+        files.append(path, "ê")
+        assert files.absolute(path).read_bytes().decode() == "éê"
+
+
 @pytest.mark.parametrize("suite", ["run", "latency"])
 def test_refused_benchmarks_leave_no_file(tmp_path, capsys, suite):
     out = ["--out", str(tmp_path / "out.json")]

@@ -142,9 +142,9 @@ def append(path: str | os.PathLike, text: str) -> None:
     """Appends to a file. A remote file cannot grow, so it is rewritten."""
     if is_remote(path):
         remote = absolute(path)
-        remote.write_text((remote.read_text() if remote.exists() else "") + text)
+        remote.write_bytes((remote.read_bytes() if remote.exists() else b"") + text.encode())
     else:
-        with errors_named(path), open(path, "a") as file:
+        with errors_named(path), open(path, "a", encoding="utf-8") as file:
             file.write(text)
 
 
