@@ -4,6 +4,7 @@ import json
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -125,6 +126,15 @@ def test_without_a_network_loading_fails_at_once(monkeypatch):
     package(monkeypatch, None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused(lambda: tf.load("smollm2"), "smollm2 is not on this machine")
+
+
+@pytest.mark.parametrize("error, cause", [
+    (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+    (ValueError("401 Client Error. (Request ID: Root=1-66fc;0c64)\n\nAccess is restricted"), "Error. Access is restricted"),
+])  # fmt: skip
+def test_a_failed_download_says_why(monkeypatch, error, cause):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+    refused(lambda: pairs.locate("someone/something"), f"{cause});", "check id and revision")
 
 
 def test_hub_ids_are_read_from_the_local_cache(tmp_path):
