@@ -49,7 +49,8 @@ def absolute(path: str | os.PathLike) -> Any:
         epath.Path(path).exists()
     except (ImportError, KeyError, NotImplementedError) as error:
         scheme, reason = os.fspath(path).partition("://")[0], str(error).splitlines()[0]
-        raise ValueError(f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install gcsfs") from None
+        expected = "" if isinstance(error, ImportError) else "; expected a local path or a URL like gs://bucket/run"
+        raise ValueError(f"{path}: {scheme}:// cannot be opened here ({reason}){expected}") from None
     return epath.Path(path)
 
 
@@ -96,9 +97,8 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
                         system.get_file(path, str(copy))
     except Exception as error:  # file systems of different packages raise different classes
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        reason = clipped(str(error) or type(error).__name__, 120)
-        place = clipped(url, LONGEST_PATH)
-        raise kind(f"{place} cannot be read ({reason}); gs:// needs pip install gcsfs") from None
+        reason = clipped(str(error) or type(error).__name__, 120)  # for example, "Please install gcsfs to access ..."
+        raise kind(f"{clipped(url, LONGEST_PATH)} cannot be read ({reason})") from None
     return target
 
 
