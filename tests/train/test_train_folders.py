@@ -158,6 +158,12 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, unmeasured, answere
     assert tokenizer.template == {"enable_thinking": bool(given) and bool(expected)}
 
 
+@pytest.mark.parametrize("step", ["last", "best", "2"])
+def test_a_run_without_checkpoints_has_nothing_to_export(step):
+    config = loop.LoopConfig(steps=9, batch=2, save_every=7)
+    refused(lambda: export.choose_step({}, step, config), "loop.save_every = 7 steps; continue it")
+
+
 def test_what_failed_is_not_sent(bucket):
     with pytest.raises(FileNotFoundError), files.filled("gs://bucket/x") as folder:
         (folder / "half").write_text("1")
