@@ -61,7 +61,7 @@ def main(settings: AskConfig) -> None:
         answers.save_settings(settings, out)
         with watch.Bar("questions", settings.count, len(known)) as bar:
             for lines in ask(model, settings, known, first):
-                files.write(out, (out.read_text() if out.exists() else "") + "".join(lines))
+                files.write(out, (out.read_bytes() if out.exists() else b"") + "".join(lines).encode())
                 bar.show(len(known))
                 hosts.say(f"{len(known):,} of {settings.count:,} questions")
     hosts.say(f"{len(known):,} questions in {out}")

@@ -141,6 +141,9 @@ def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Pat
 
 def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfig) -> int:
     """Returns the step that "last", "best" or a number names. Raises ValueError if it was not saved."""
+    if not saved:
+        steps = f"loop.save_every = {loop.save_every} steps"
+        raise ValueError(f"got a run without checkpoints, expected one that trained for {steps}; continue it")
     if wanted == "best":
         scores = {step: metrics[loop.best] for step, metrics in saved.items() if loop.best in metrics}
         if not scores:

@@ -186,7 +186,8 @@ def drafted_shifts(
     drawn for each sequence. Tokens before the last one of a prompt are not shifted. The last one is shifted, as published,
     although drafting reads it unshifted.
     """
-    keys_b = jax.vmap(partial(jax.random.fold_in, data=1))(keys_b)  # other draws than those of `sample_vocabulary`
+    # `sample_vocabulary` folds the keys alike, but `randint` splits its key, so these are other draws.
+    keys_b = jax.vmap(partial(jax.random.fold_in, data=1))(keys_b)
     distance_b = jax.vmap(lambda key: jax.random.randint(key, (), 1, depths + 1))(keys_b)
     index_t = jnp.arange(batch.tokens_bt.shape[1])
     source_bt = jnp.maximum(index_t - distance_b[:, None], index_t - batch.positions_bt)

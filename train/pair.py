@@ -9,7 +9,7 @@ are kept in OUT as a TOML file, so that a stage can be run alone: `python -m tra
 
 A command that was stopped continues when it is run again. The same command with more prompts, passes or steps extends a
 finished OUT. With other settings, the stages that depend on them begin again, and their earlier results are kept in
-OUT/before.
+OUT/before (then OUT/before/2 and so on).
 """
 
 import json
@@ -68,8 +68,8 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
         if action == "begin" and stage.name in begun.by_name:
             read = "prompts or questions" if stage.reads_prompts else stage.reads
             changed = begun.changed(stage, inputs) or f"{read} changed"
-            hosts.say(f"  begins again, as {changed}; earlier results are kept in {settings.path('before')}")
-            stage.set_aside(settings)
+            folder = stage.set_aside(settings)
+            hosts.say(f"  begins again, as {changed}; earlier results are kept in {folder}")
         run_config.save(made, toml)
         begun.save(stage, inputs, finished=False)
         run_config.save(settings, settings.path("pair.toml"))

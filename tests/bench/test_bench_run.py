@@ -261,11 +261,14 @@ def test_drafters_are_systems_with_one_baseline_and_their_own_options():
     assert systems[1].model.weights.verifier is systems[-1].model.weights.verifier, "one copy in memory"
 
 
-def test_a_drafter_of_two_labels_is_measured_under_both():
-    words = "bench run --verifier tiny --drafter a=tiny b=tiny --systems ar treeflash-4 --out x".split()
-    arguments = commands.parser().parse_args(words)
-    systems = run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))
-    assert [system.name for system in systems] == ["ar", "treeflash-4, a", "treeflash-4, b"]
+def test_a_drafter_of_two_labels_is_measured_under_both(tmp_path):
+    """A path may contain the sign that ends a label."""
+    (tmp_path / "lr=1").symlink_to(run.pairs.locate("tiny", "drafter"))
+    for words, labels in (("a=tiny b=tiny", "ab"), (f"a={tmp_path}/lr=1 {tmp_path}/lr=1", ["a", f"{tmp_path}/lr=1"])):
+        words = f"bench run --verifier tiny --drafter {words} --systems ar treeflash-4 --out x".split()
+        arguments = commands.parser().parse_args(words)
+        systems = run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))
+        assert [system.name for system in systems] == ["ar", *(f"treeflash-4, {label}" for label in labels)]
 
 
 @pytest.mark.parametrize("verifier, drafters, words", [

@@ -93,7 +93,10 @@ def test_turns_are_edited_pasted_and_remembered(chat, tmp_path):
     assert history.stat().st_mode & 0o777 == 0o600
     earlier = [f'"turn {number}"' for number in range(1100)]
     history.write_text("\n".join([*earlier, history.read_text()]))
+    written = history.stat().st_ino
     terminal = chat()
+    assert history.stat().st_ino != written and history.stat().st_mode & 0o777 == 0o600, "another file in its place"
+    assert [*history.parent.glob("tmp*")] == []
     assert answer(terminal, "\x1b[A" * 4 + "\r") == r"one\ntwo\nthree", "of the conversation before"
     terminal.leave()
     lines = history.read_text().splitlines()

@@ -238,6 +238,7 @@ def heard(monkeypatch):
 def test_chat_sets_settings_and_the_system_message(heard, converse):
     turns = "/set", "/set temperature 0.7", "/set max-new-tokens = 9", '/set logit_bias {"5": 1.5}', "/set stop The end."
     mistakes = "/set temprature 1", "/set temperature -1", "/set samples 2", "/set candidates 99999", "/set num_beams 4"
+    mistakes += "/set = 5", "/set -- 5"
     printed = converse(*turns, *mistakes, "/set", "Hi", "/set temperature", "/system Be short.", "Hi", "/system", "Hi")
     assert "all settings have their defaults" not in printed, "the options are set"
     errors = re.findall("error: (.*)", printed)
@@ -247,7 +248,8 @@ def test_chat_sets_settings_and_the_system_message(heard, converse):
         "samples is no setting",
         "candidates 999",
     )
-    for error, expected in zip(errors, (*words, "num_beams is not supported"), strict=True):
+    nameless = "got /set '= 5', expected /set NAME VALUE", "got /set '-- 5', expected"
+    for error, expected in zip(errors, (*words, "num_beams is not supported", *nameless), strict=True):
         assert expected in error
     assert "\ntemperature 0.7\nmax_new_tokens 9\nlogit_bias {5: 1.5}\nstop ('The end.',)\n" in printed
     (chat, settings), (with_system, later), (without, _) = heard

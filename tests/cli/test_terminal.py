@@ -60,5 +60,5 @@ def test_messages(capsys, tmp_path, caplog):
     folder = shutil.copytree(PAIR / "verifier", tmp_path / f"folder{RAW}")
     change_json(folder / "config.json", unknown=1)
     change_tensors(folder, lambda tensors: tensors | {f"x{RAW}": np.zeros(1, np.float32)})
-    refused(lambda: tf.load(folder), f"folder{SHOWN}", "1 unknown tensors, the first is x")
+    refused(lambda: tf.load(folder), f"folder{SHOWN}", "unknown tensors: 1, the first is x")
     assert f"folder{SHOWN}" in caplog.messages[0] and caplog.messages[0].isprintable()

@@ -1,11 +1,12 @@
 """Automata over bytes: compiled in a process with limits, and the smallest of their texts."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
+from treeflash_jax.constraints.compile_bytes import RUN, Unusable, compile_bytes
 from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton, minimize
 from treeflash_jax.decoding.automaton import NOWHERE
 
@@ -55,6 +56,17 @@ def test_typical_schemas_are_small():
     }
     for schema, states in sizes.items():
         assert len(compile_bytes("schema", schema, 6).next_qk) == states
+
+
+def test_a_bug_of_the_compiler_is_one_line_and_a_traceback_in_the_log(caplog):
+    traceback = "Traceback (most recent call last):\n  File x\nTypeError: a bug\n"
+    token = RUN.set(lambda *_, **__: SimpleNamespace(returncode=1, stderr=traceback.encode()))
+    try:
+        with pytest.raises(RuntimeError, match="^the compiler of pattern failed: TypeError: a bug$"):
+            compile_bytes("pattern", "a", 6)
+    finally:
+        RUN.reset(token)
+    assert caplog.messages == [traceback]
 
 
 def test_what_takes_too_much_is_refused(monkeypatch):

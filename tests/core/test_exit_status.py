@@ -31,6 +31,13 @@ def test_a_command_ends_with_its_status_or_that_of_its_error(capsys):
         exit_status(raising(RuntimeError("a bug")), "x")
 
 
+def test_a_machine_without_devices_is_one_line(monkeypatch, capsys):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr("jax.local_devices", raising(AssertionError()))
+    assert exit_status(raising(RuntimeError("The TPU is\nin use")), "x") == 2
+    assert capsys.readouterr() == ("", "x: error: JAX found no device (The TPU is in use); set JAX_PLATFORMS=cpu\n")
+
+
 @pytest.mark.parametrize("words", [
     slow(["-m", "train.head", "--help"]),
     ["-c", "from treeflash_jax.core.exit_status import exit_status; exit(exit_status(lambda: print('x' * 100_000), 'x'))"],

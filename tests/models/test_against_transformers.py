@@ -119,8 +119,8 @@ APART, FUSED = (load_file(FOLDER / name / "model.safetensors") for name in ("apa
 MISSING = "model.layers.1.mlp.experts.2.up_proj.weight"
 FUSED_NAME = "model.layers.0.mlp.experts.gate_up_proj"
 BAD = {
-    "both": (APART | FUSED, "unknown tensors, the first is"),
-    "missing": (without(APART, MISSING), f"1 tensors missing, the first is {MISSING}"),
+    "both": (APART | FUSED, "unknown tensors: "),
+    "missing": (without(APART, MISSING), f"tensors missing: 1, the first is {MISSING}"),
     "shape": (APART | {MISSING: APART[MISSING][:5]}, f"{MISSING} has shape [5, 16], expected [8, 16]"),
     "fused shape": (FUSED | {FUSED_NAME: FUSED[FUSED_NAME][:, :8]}, f"{FUSED_NAME} has shape [4, 8, 16], expected [4,"),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from toy_training import change_weights
 from train import ask, respond
 from train.ask import AskConfig
 from train.data.records import Source
+from treeflash_jax.core.files import absolute
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.pairs import locate
 
@@ -61,6 +62,15 @@ def test_a_finished_file_stays_as_it_is_and_holds_prompts(stage, tiny, monkeypat
     prompts = respond.collect_prompts(responding, tiny)
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in before]
     assert sorted(prompt.ids for prompt in prompts) == sorted(map(tiny.encode, chats))
+
+
+def test_questions_stay_as_they_are_in_every_locale(stage, monkeypatch):
+    """Text behind a URL is opened in the locale's encoding, such as Latin-1."""
+    few, question = made(stage, count=1), '{"id": "3", "turns": ["Où est le café?"]}\n'
+    Path(few.out).write_text(question, encoding="utf-8")
+    monkeypatch.setattr(type(absolute(few.out)), "read_text", lambda path: path.read_bytes().decode("latin-1"))
+    made(few, count=2)
+    assert Path(few.out).read_text(encoding="utf-8").startswith(question)
 
 
 def test_bad_input_is_refused_in_one_line(stage, tiny, monkeypatch, tmp_path):

@@ -159,6 +159,12 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, unmeasured, answere
     assert tokenizer.template == {"enable_thinking": bool(given) and bool(expected)}
 
 
+@pytest.mark.parametrize("step", ["last", "best", "2"])
+def test_a_run_without_checkpoints_has_nothing_to_export(step):
+    config = loop.LoopConfig(steps=9, batch=2, save_every=7)
+    refused(lambda: export.choose_step({}, step, config), "loop.save_every = 7 steps; continue it")
+
+
 def test_what_failed_is_not_sent(bucket):
     with pytest.raises(FileNotFoundError), files.filled("gs://bucket/x") as folder:
         (folder / "half").write_text("1")
@@ -174,9 +180,9 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
     missing = ImportError("Please install gcsfs to access Google Storage\nand more")
     reopened()
     monkeypatch.setattr(fsspec, "filesystem", Mock(side_effect=missing))
-    needed = ("(Please install gcsfs", "); gs:// needs pip install gcsfs")
-    for place, words in (("gs://b/run", needed), ("ftp://b", ("ftp://",))):
-        refused(lambda place=place: files.absolute(place), *words)
+    message = refused(lambda: files.absolute("gs://b/run"))
+    assert message == "gs://b/run: gs:// cannot be opened here (Please install gcsfs to access Google Storage)"
+    refused(lambda: files.absolute("ftp://b"), "ftp://", "; expected a local path or a URL like gs://")
 
 
 def test_the_vocabulary_of_a_drafter_is_that_of_its_run(bucket):

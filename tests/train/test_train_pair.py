@@ -243,6 +243,18 @@ def test_a_rerun_redoes_what_depends_on_the_change(prompts, tmp_path, rehearsed,
         assert first in before
 
 
+def test_results_that_are_set_aside_stay(prompts, tmp_path, rehearsed, capsys):
+    """A rerun with a wrong setting and another with the right one replace no results of the first run."""
+    make = partial(settings_of, prompts, tmp_path / "pair")
+    made = []
+    for size in (4, 5, 4):
+        rehearsed(make(f"block_size={size}"))
+        made.append(snapshot(tmp_path / "pair" / "drafter"))
+    before = tmp_path / "pair" / "before"
+    assert [snapshot(before / "drafter"), snapshot(before / "2" / "drafter")] == made[:2] and made[0] != made[1]
+    assert f"earlier results are kept in {before}/2\n" in capsys.readouterr().out
+
+
 def test_the_verifier_asks_what_a_thousand_prompts_lack(prompts, tmp_path, rehearsed, monkeypatch, caplog):
     """More prompts or questions extend the answers, fewer begin again; no question is written without a chat template."""
     make = lambda *more: replace(settings_of(prompts, tmp_path / "pair", *more), questions=None)  # noqa: E731

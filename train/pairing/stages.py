@@ -1,8 +1,8 @@
 """The stages of `train.pair`, and the record of their inputs, so that a rerun repeats only the stages that changed."""
 
 import hashlib
+import itertools
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +64,15 @@ class Stage:
         now = dotted(run_config.to_dict(made), into_lists=True)
         return run_config.replaced(begun, {key: value for key, value in now.items() if key.startswith(self.follows)})
 
-    def set_aside(self, settings: PairConfig) -> None:
-        """Moves earlier results to OUT/before, and replaces those that are there."""
-        folder = settings.path("before")
-        folder.mkdir(exist_ok=True)
-        for path in settings.path("").glob(self.writes):
-            target = folder / path.name
-            shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-            path.rename(target)
+    def set_aside(self, settings: PairConfig) -> Path:
+        """Moves earlier results to OUT/before, or OUT/before/2 and so on if such results are there. Returns the folder."""
+        before, paths = settings.path("before"), [*settings.path("").glob(self.writes)]
+        folders = itertools.chain([before], (before / str(number) for number in itertools.count(2)))
+        folder = next(folder for folder in folders if not any((folder / path.name).exists() for path in paths))
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            path.rename(folder / path.name)
+        return folder
 
 
 PAIR_STAGES = (

@@ -40,6 +40,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 NAME = re.compile(r"([a-z]+)(?:-(\d+))?(?:@(\d+\.?\d*))?((?::\w+=[^:]+)*)")  # for example treeflash-32@0.7:builder=skeleton
 
+DRAFTER = re.compile(r"(?:([^=/]*)=)?(.*)", flags=re.DOTALL)  # label, which has no slash, and drafter
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -166,7 +168,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     """
     verifier = verifier_for_command(arguments.verifier)
     words = arguments.drafter or [pairs.default_drafter(verifier, pairs.locate(verifier))]
-    labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
+    labels = {label or name: name for label, name in (DRAFTER.fullmatch(word).groups() for word in words)}
     if len(labels) < len(words) or pairs.NO_DRAFTER in labels.values():
         raise ValueError(f"got --drafter {' '.join(words)}, expected one or more drafters of different labels")
     listed, known = ("nodes", "temperature", "seed"), {*field_names(GenerateConfig, "drafting")}

@@ -109,6 +109,7 @@ class Conversation:
     def change_setting(self, text: str) -> None:
         name, value = SETTING.fullmatch(text).groups()
         name = name.lstrip("-").replace("-", "_")
+        expect(name != "" or not text, "/set", text, "/set NAME VALUE")
         settings = dict(self.settings)
         if name and name not in SETTINGS:
             reason = REFUSED.get(name, f"is no setting of a conversation{hint(name, SETTINGS)}")

@@ -84,8 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None:
         files.check_output(arguments.svg)
     pair, console = arguments.pair, Console()
-    if pair is None and (pair := pairs.default_verifier()) == "tiny":
-        console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
+    if pair is None:
+        pair, why = pairs.default_verifier()
+        if why:
+            console.print(f"the toy pair, since {why}\n")
     with ExitStack() as stack:
         logger = logging.getLogger("treeflash_jax")
         stack.callback(logger.setLevel, logger.level)

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import sys
+import tempfile
 from contextlib import suppress
 
 from treeflash_jax.core import files
@@ -40,7 +41,10 @@ class LineEditor:
             lines = self.path.read_text(encoding="utf-8").splitlines()
             if len(lines) > MOST_TURNS:
                 lines = lines[-MOST_TURNS:]
-                self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                folder = self.path.parent  # the new file, which only the owner may read, appears as a whole
+                with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as part:
+                    part.write("\n".join(lines) + "\n")
+                os.replace(part.name, self.path)
             for line in lines:
                 readline.add_history(str(json.loads(line)))
 

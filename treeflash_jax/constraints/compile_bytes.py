@@ -9,6 +9,7 @@ from pathlib import Path
 
 from treeflash_jax.constraints.compiler import compile_process
 from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton
+from treeflash_jax.core.checks import logger
 from treeflash_jax.core.error_text import clipped
 
 RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
@@ -43,7 +44,10 @@ def compile_bytes(kind: str, value: str | Sequence[str], depth: int, tokens: Seq
     if run.returncode == compile_process.REFUSED:
         raise Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 200)}")
     if run.returncode == 1:  # a bug of the compiler
-        raise RuntimeError(run.stderr.decode())
+        traceback = run.stderr.decode()
+        logger.error(traceback)
+        reason = traceback.strip().rpartition("\n")[2]
+        raise RuntimeError(f"the compiler of {kind} failed: {clipped(reason)}")
     if run.returncode:  # the compiler ran out of memory, or was killed by the limit of time
         limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
         raise Unusable(f"which takes more than {limits} to compile: give shorter repetitions")

@@ -30,12 +30,13 @@ def exit_status(command: Callable[[], int | None], name: str) -> int:
         return 130
     except (ValueError, UnknownSetting, OSError) as error:
         print(f"{name}: error: {clipped(error)}", file=sys.stderr)
-    except (RuntimeError, AssertionError):  # JAX raises either without devices
+    except (RuntimeError, AssertionError) as error:  # JAX raises either without devices
         if _has_devices():
             raise
-        platforms = os.environ.get("JAX_PLATFORMS")
-        expected = "expected one that this machine has, such as JAX_PLATFORMS=cpu"
-        print(f"{name}: error: got JAX_PLATFORMS={platforms}, {expected}", file=sys.stderr)
+        got = f"JAX found no device ({clipped(str(error) or type(error).__name__, 160)}); set"
+        if platforms := os.environ.get("JAX_PLATFORMS"):
+            got = f"got JAX_PLATFORMS={platforms}, expected one that this machine has, such as"
+        print(f"{name}: error: {got} JAX_PLATFORMS=cpu", file=sys.stderr)
     return 2
 
 

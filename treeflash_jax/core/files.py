@@ -50,7 +50,8 @@ def absolute(path: str | os.PathLike) -> Any:
         epath.Path(path).exists()
     except (ImportError, KeyError, NotImplementedError) as error:
         scheme, reason = os.fspath(path).partition("://")[0], str(error).splitlines()[0]
-        raise ValueError(f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install gcsfs") from None
+        expected = "" if isinstance(error, ImportError) else "; expected a local path or a URL like gs://bucket/run"
+        raise ValueError(f"{path}: {scheme}:// cannot be opened here ({reason}){expected}") from None
     return epath.Path(path)
 
 
@@ -97,9 +98,8 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
                         system.get_file(path, str(copy))
     except Exception as error:  # file systems of different packages raise different classes
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        reason = clipped(str(error) or type(error).__name__, 120)
-        place = clipped(url, LONGEST_PATH)
-        raise kind(f"{place} cannot be read ({reason}); gs:// needs pip install gcsfs") from None
+        reason = clipped(str(error) or type(error).__name__, 120)  # for example, "Please install gcsfs to access ..."
+        raise kind(f"{clipped(url, LONGEST_PATH)} cannot be read ({reason})") from None
     return target
 
 
@@ -143,9 +143,9 @@ def append(path: str | os.PathLike, text: str) -> None:
     """Appends to a file. A remote file cannot grow, so it is rewritten."""
     if is_remote(path):
         remote = absolute(path)
-        remote.write_text((remote.read_text() if remote.exists() else "") + text)
+        remote.write_bytes((remote.read_bytes() if remote.exists() else b"") + text.encode())
     else:
-        with errors_named(path), open(path, "a") as file:
+        with errors_named(path), open(path, "a", encoding="utf-8") as file:
             file.write(text)
 
 

@@ -214,10 +214,11 @@ def _available_dtype(name: str) -> jnp.dtype:
 
 
 def verifier_for_command(name: str | None) -> str:
-    """Returns the name of the verifier. None: smollm2, or tiny with a printed note if smollm2 is not on this machine."""
-    if name is None and (name := pairs.default_verifier()) == "tiny":
-        why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
-        print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
+    """Returns the name of the verifier. None: the default, with a printed note if it is tiny."""
+    if name is None:
+        name, why = pairs.default_verifier()
+        if why:
+            print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
     return name
 
 

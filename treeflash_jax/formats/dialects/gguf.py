@@ -137,7 +137,7 @@ def _as_config_json(file: File) -> dict[str, Any]:
 def _vocab_size(file: File, stated: Any) -> int:
     table = file.tensors.get("token_embd.weight")
     if table is None:
-        raise ValueError(f"{file.path}: 1 tensors missing, the first is token_embd.weight")
+        raise ValueError(f"{file.path}: tensors missing: 1, the first is token_embd.weight")
     size = table.shape[0]
     tokens = file.keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list of texts")
     for what, count in (("vocab_size", stated), ("tokens", None if tokens is None else len(tokens))):

@@ -19,7 +19,7 @@ from treeflash_jax.serve.protocols.constraint_fields import ANY_OBJECT, FAIL_FAS
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
 from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template, check_top
 from treeflash_jax.serve.protocols.response_items import check_item, join_items
-from treeflash_jax.serve.protocols.response_memory import MOST_RESPONSES, ResponseMemory
+from treeflash_jax.serve.protocols.response_memory import MOST_MEMORY_BYTES, MOST_RESPONSES, ResponseMemory
 from treeflash_jax.serve.protocols.response_output import ResponseOutput
 from treeflash_jax.serve.protocols.tool_choices import offered_tools
 from treeflash_jax.serve.protocols.tools import read_response_tools
@@ -248,7 +248,8 @@ def get_memory(served: Served) -> ResponseMemory:
 def expect_stored(value: T | None, name: str, id: str) -> T:
     """Returns `value`, which the memory has for an id. Raises HTTPException if it is None: the memory has no value."""
     if value is None:
-        expected = f"that of one of the last {MOST_RESPONSES} responses with store true"
+        kept = f"among the last {MOST_RESPONSES} and {MOST_MEMORY_BYTES >> 20} MiB of them, not deleted"
+        expected = f"that of a response with store true, {kept}"
         raise HTTPException(404, {"message": f"got {name} {clipped(id, 60)!r}, expected {expected}", "param": name})
     return value
 
