@@ -9,8 +9,7 @@ from pathlib import Path
 
 from treeflash_jax.constraints.compiler import compile_process
 from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton
-from treeflash_jax.core.checks import logger
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.error_text import clipped, logger
 
 RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
 MOST_STATES = 2**17
