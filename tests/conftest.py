@@ -60,6 +60,7 @@ import pytest  # noqa: E402
 from answers import fresh_weights, make_pair  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu  # noqa: E402
+from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
 from treeflash_jax.core import error_text, programs  # noqa: E402
@@ -108,6 +109,16 @@ RANDOM_DRAFTER = BlockDrafter(
     layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, taps=(0, 1),
     num_target_layers=2, head="mlp",
 )  # fmt: skip
+
+
+class ByFolder(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return str(Path(nodeid.partition("::")[0]).parent)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Gives all files of a folder to one worker: they share programs, which two workers would compile at the same time."""
+    return ByFolder(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

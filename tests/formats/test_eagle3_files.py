@@ -127,7 +127,7 @@ REFUSED_TENSORS = {
     "another width": ("eagle", lambda t: t | {"fc.weight": t["fc.weight"][:, :24].copy()}, ("fc.weight has shape", "24]")),
     "a scalar in place of a matrix": ("eagle", lambda t: t | {"fc.weight": np.array(1.0)}, "fc.weight has shape []"),
     "a scalar in place of a list": ("eagle", lambda t: t | {"t2d": np.array(True)}, "t2d and d2t"),
-    "no list of tokens": ("eagle", lambda t: without(t, "d2t"), "missing, the first is d2t"),
+    "no list of tokens": ("eagle", lambda t: without(t, "d2t"), "missing: 1, the first is d2t"),
     "a list too short": ("eagle", lambda t: t | {"d2t": t["d2t"][:9].copy()}, "shape [9]"),
     "a token below all": ("eagle", lambda t: t | {"d2t": np.r_[-1, t["d2t"][1:]]}, "leaves the verifier's vocabulary"),
     "a token beyond all": ("eagle", lambda t: t | {"d2t": np.r_[t["d2t"][:19], 29]}, "leaves the verifier's vocabulary"),
@@ -135,7 +135,7 @@ REFUSED_TENSORS = {
     "two lists": ("eagle", lambda t: t | {"t2d": ~t["t2d"]}, "t2d and d2t"),
     "another list of all": ("deepspec", lambda t: t | {"d2t": np.r_[1, np.zeros(47, np.int64)]}, "or its order"),
     "a list of floats": ("eagle", lambda t: t | {"d2t": t["d2t"].astype(np.float32)}, "d2t has type F32"),
-    "no embedding": ("specforge", lambda t: without(t, "embed_tokens.weight"), "missing, the first is embed_tokens.weight"),
+    "no embedding": ("specforge", lambda t: without(t, "embed_tokens.weight"), "missing: 1, the first is embed_tokens.weight"),
 }  # fmt: skip
 
 

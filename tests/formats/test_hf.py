@@ -180,7 +180,7 @@ def test_dflash_as_the_speculators_library_writes_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert_same(model_files.load_drafter(tmp_path), (replace(PLAIN, verifier=("a/b",)), params))
     for change, message in (
-        ({"draft_vocab_size": 11}, "missing, the first is d2t"),
+        ({"draft_vocab_size": 11}, "missing: 2, the first is d2t"),
         ({"draft_vocab_size": 13}, "draft_vocab_size = 13"),
         ({"sample_from_anchor": True, "shift_label": False}, "sample_from_anchor True"),
         ({"projector_type": "domino"}, "projector_type = 'domino' is not implemented"),
