@@ -297,6 +297,7 @@ GREEDY += ["--prompt-ids", "3 4 5"]
 GREEDY += "--systems ar treeflash-16 --seed 0 1 --candidates 8 --children 8 --max-new-tokens 12".split()
 
 
+@pytest.mark.slow
 def test_other_programs_are_systems(tmp_path, capsys):
     (tmp_path / "other.py").write_text(STAND_IN)
     command = f"{sys.executable} {tmp_path / 'other.py'}"

@@ -54,7 +54,7 @@ MIXED = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
 # Every drafter, every draft of each kind of expander, every kind of verifier; not every combination of the three.
 OTHERS = ("frequent", "windows", "shared", "assistant", "clusters")
 LOSSLESS = [
-    slow_unless(kind not in ("gru", "selector", "lilicorr"), kind, "best-first", "qwen3")
+    slow_unless(kind not in ("gru", "selector", "lilicorr", "steered"), kind, "best-first", "qwen3")
     for kind in ACCEPTED
     if kind not in OTHERS
 ]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import drafted_as_plain, prefilled, slow, slow_unless
+from answers import drafted_as_plain, prefilled, slow_unless
 from conftest import DATA, FEW_TOKENS, RANDOM_MODEL, compilations
 from drafted_pairs import TEXTS, accepted_pair
 from refusals import refused
@@ -68,9 +68,10 @@ PROCESSED = ENDS | {
 }  # fmt: skip
 SAMPLED = {"temperature": [1.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
 DRAFT = {"nodes": 8, "children": 6}
-CASES = [("language_model", "qwen3"), slow("ngram", "qwen3"), slow("frequent", "qwen3_5")]
+CASES = [("language_model", "qwen3"), ("ngram", "qwen3"), ("frequent", "qwen3_5")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "verifier"), CASES)
 def test_drafted_output_is_one_token_output(float64, kind, verifier):
     """Greedy and sampled; the third text joins the batch later."""

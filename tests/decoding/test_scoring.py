@@ -69,6 +69,7 @@ def test_scores_on_eight_devices(float64, kind):
         ]
 
 
+@pytest.mark.slow
 def test_an_answer_has_the_same_log_probs_when_it_is_scored(tiny):
     prompt = tf.Text("Sam has 2 cats and 3 dogs. How many animals?")
     how = {"max_new_tokens": 100, "stop_ids": [], "top_log_probs": 3, **TREE}  # the programs of test_generate

@@ -39,6 +39,7 @@ def written(folder, model: TreeFlash, seed: int = 0, **changes) -> dict:
     return HOW | {"selector": folder}
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_what_is_decoded_beside_them(trained, tmp_path):
     """With recursive rejection, answers depend on every draw and coin, and so on the trees."""
     how = written(tmp_path / "a", trained)

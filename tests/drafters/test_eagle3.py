@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import assert_same_positions, slow, slow_unless
+from answers import assert_same_positions, slow_unless
 from conftest import DATA, FEW_TOKENS
 from draft_trees import grow, paths
 from refusals import refused
@@ -210,7 +210,8 @@ def oracle(lookahead: float) -> TreeFlash:
     return TreeFlash(sizes, Weights(weights, drafter), drafter=config, stop_ids=())
 
 
-@pytest.mark.parametrize("how", [{"nodes": 17}, slow({"builder": "walk", "depths": 3})], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"nodes": 17}, {"builder": "walk", "depths": 3}], ids=str)
 def test_a_drafter_with_the_verifiers_distribution_is_accepted_to_full_depth(how):
     how = {"max_new_tokens": 40, "drafter_temperature": 0.02, "children": 4} | how
     [result] = oracle(0.0).generate([[3, 4, 5]], **how)

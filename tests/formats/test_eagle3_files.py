@@ -135,7 +135,7 @@ REFUSED_TENSORS = {
     "two lists": ("eagle", lambda t: t | {"t2d": ~t["t2d"]}, "t2d and d2t"),
     "another list of all": ("deepspec", lambda t: t | {"d2t": np.r_[1, np.zeros(47, np.int64)]}, "or its order"),
     "a list of floats": ("eagle", lambda t: t | {"d2t": t["d2t"].astype(np.float32)}, "d2t has type F32"),
-    "no embedding": ("specforge", lambda t: without(t, "embed_tokens.weight"), "missing: 1, the first is embed_tokens.weight"),
+    "no embedding": ("specforge", lambda t: without(t, "embed_tokens.weight"), "1, the first is embed_tokens.weight"),
 }  # fmt: skip
 
 

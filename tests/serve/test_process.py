@@ -83,6 +83,7 @@ def test_a_signal_ends_the_process_within_the_grace(work):
     assert "the server ends" in "".join(lines)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once():
     with stub("schema", grace=60) as (process, lines):
         wait_for(lambda: compilers(process))

@@ -115,7 +115,8 @@ def test_state_lies_over_fsdp_and_model(toy):
     assert sharding.partition(("batch", None), (8, 32), mesh) == jax.P(("data", "fsdp"), None)
 
 
-@pytest.mark.parametrize("form", ["gptq", pytest.param("modelopt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gptq", "modelopt"])
 def test_a_verifier_with_the_weights_of_its_files_teaches_as_the_expanded_one(toy, tmp_path, form):
     """Sums of a step, and copies of layers."""
     folder, _ = make_folders(tmp_path, toy.parent / "verifier", form)

@@ -89,7 +89,7 @@ def refused_everywhere(stage: drafting.DraftingStage, folder: Path, words: str) 
 
 
 @pytest.mark.filterwarnings("ignore:.* is not read")
-@pytest.mark.parametrize("name", [slow_unless(name in ("head", "eagle3"), name) for name in STAGES])
+@pytest.mark.parametrize("name", [slow_unless(name == "head", name) for name in STAGES])
 def test_another_verifier_is_refused_and_the_same_one_is_not(toy, tmp_path, name):
     stage = make_stage(toy, tmp_path, name)
     drafting.train(stage)

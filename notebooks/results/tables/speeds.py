@@ -56,9 +56,10 @@ def speeds() -> str:
     paces = [f"{ways[key]:.0f}" for key in (("none", "one token", None), ("TreeFlash", "tree", 16))]
     rows.append(["`tiny`", "2 CPU cores, float32", *paces, "-"])
     note = (
-        "Tokens per second; T = 0, batch 1, 64 new tokens, prompts included; bfloat16 with 8 nodes, float32 with 16. "
-        "Drafting slows the toy pair `tiny`. llama.cpp: 4-bit weights. "
-        "Commands: [SmolLM2](notebooks/results/peers_smollm2.md), [tiny](notebooks/results/drafters_tiny.md)."
+        "- Tokens per second, prompts included: T = 0, batch 1, 64 new tokens\n"
+        "- Drafted: 8 nodes in bfloat16, 16 in float32; drafting slows the toy pair `tiny`\n"
+        "- llama.cpp: 4-bit weights\n"
+        "- Commands: [SmolLM2](notebooks/results/peers_smollm2.md), [tiny](notebooks/results/drafters_tiny.md)"
     )
     return section("model | device | one token at a time | drafted | llama.cpp", rows, note)
 
