@@ -58,10 +58,9 @@ def speeds() -> str:
     note = (
         "- Tokens per second, prompts included: T = 0, batch 1, 64 new tokens\n"
         "- Drafted: 8 nodes in bfloat16, 16 in float32; drafting slows the toy pair `tiny`\n"
-        "- llama.cpp: 4-bit weights\n"
         "- Commands: [SmolLM2](notebooks/results/peers_smollm2.md), [tiny](notebooks/results/drafters_tiny.md)"
     )
-    return section("model | device | one token at a time | drafted | llama.cpp", rows, note)
+    return section("model | device | one token at a time | drafted | llama.cpp, 4-bit", rows, note)
 
 
 @shown
