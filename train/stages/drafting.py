@@ -52,7 +52,7 @@ from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.quantized import NONE, SCHEMES
+from treeflash_jax.models.quantized import NO_SCHEME, SCHEMES
 
 DERIVED = "derived.json"  # file in a run's folder
 
@@ -83,10 +83,10 @@ class DraftingStage(ABC):
     init_scale: float = setting(0.02, "standard deviation of fresh weights", above=0)
     compute_dtype: str = dtype_setting("bfloat16", "dtype of activations and frozen weights", "float32", "bfloat16")
     quantize: str = setting(
-        NONE,
+        NO_SCHEME,
         "scheme of the frozen verifier's matrices, except vocabulary tables: keeps them as quantised files have them, or "
         "rounds them, as the setting of `load` does; none expands them",
-        choices=lambda: (*SCHEMES, NONE),
+        choices=lambda: (*SCHEMES, NO_SCHEME),
     )
     attention: Literal["auto", "chunked", "splash", "cudnn"] = setting(
         "auto",
@@ -101,7 +101,7 @@ class DraftingStage(ABC):
     @property
     def scheme(self) -> str | None:
         """Scheme of the setting `quantize`; None if the verifier's weights are arrays."""
-        return None if self.quantize == NONE else self.quantize
+        return None if self.quantize == NO_SCHEME else self.quantize
 
     @property
     @abstractmethod

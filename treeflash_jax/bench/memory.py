@@ -45,7 +45,7 @@ from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.quantized import NONE
+from treeflash_jax.models.quantized import NO_SCHEME
 
 # Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory per multiprocessor.
 # Source: NVIDIA's data sheets.
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     verifier, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, round_capacity(arguments.context)
-    sizes, quantize = dict(mesh.shape), None if arguments.quantize == NONE else arguments.quantize
+    sizes, quantize = dict(mesh.shape), None if arguments.quantize == NO_SCHEME else arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     plan = resolve(config, verifier, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
