@@ -151,7 +151,7 @@ class BigramStage(drafting.DraftingStage):
     size: int
     trains = ("next",)
 
-    def drafter_config(self, model, start):
+    def drafter_config(self, verifier, start):
         return BigramDrafter(vocab_size=self.size)
 
     def fresh(self, drafter, weights, stored):

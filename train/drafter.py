@@ -74,26 +74,26 @@ class DrafterStage(BlockStage):
     def systems(self) -> Mapping[str, Mapping[str, Any]]:
         return WITH_HEAD if "head" in self.trains else super().systems
 
-    def drafter_config(self, model: ModelConfig, start: None) -> BlockDrafter:
+    def drafter_config(self, verifier: ModelConfig, start: None) -> BlockDrafter:
         drafter = BlockDrafter(
-            layers=fresh_layers(model, self.num_layers),
+            layers=fresh_layers(verifier, self.num_layers),
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
-            taps=self.target_layer_ids or default_target_layers(model.num_layers, self.num_layers),
-            num_target_layers=model.num_layers,
+            taps=self.target_layer_ids or default_target_layers(verifier.num_layers, self.num_layers),
+            num_target_layers=verifier.num_layers,
             num_nodes=self.num_nodes,
             drafter_temperature=self.drafter_temperature,
             head=self.head,
             head_rank=self.head_rank,
         )
         if copied := self.initial_layers:
-            is_one_each = len(copied) == self.num_layers and max(copied) < model.num_layers
-            if not (is_one_each and choices.has_drafter_layers(model)):
+            is_one_each = len(copied) == self.num_layers and max(copied) < verifier.num_layers
+            if not (is_one_each and choices.has_drafter_layers(verifier)):
                 raise ValueError(
                     f"got initial_layers {list(copied)}, expected {self.num_layers} verifier layers from 0 to "
-                    f"{model.num_layers - 1}, or none if those layers are of another kind than a drafter's"
+                    f"{verifier.num_layers - 1}, or none if those layers are of another kind than a drafter's"
                 )
-        return drafter.fitted(model)
+        return drafter.fitted(verifier)
 
     def fresh(self, drafter: BlockDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         specs = drafter.specs()

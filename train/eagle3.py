@@ -75,15 +75,15 @@ class Eagle3Stage(DraftingStage):
     def trains(self) -> tuple[str, ...]:
         return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
 
-    def drafter_config(self, model: ModelConfig, start: None) -> Eagle3Drafter:
-        depth, size = model.num_layers, self.draft_vocab_size or model.vocab_size
+    def drafter_config(self, verifier: ModelConfig, start: None) -> Eagle3Drafter:
+        depth, size = verifier.num_layers, self.draft_vocab_size or verifier.vocab_size
         # With fewer than 8 layers, some default taps are equal.
         usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)
         taps = self.target_layer_ids or usual
-        expect(size <= model.vocab_size, "draft_vocab_size", size, f"at most {model.vocab_size} (verifier)")
+        expect(size <= verifier.vocab_size, "draft_vocab_size", size, f"at most {verifier.vocab_size} (verifier)")
         return Eagle3Drafter(
-            layers=fresh_layers(model, 1),
-            target_hidden_size=model.hidden_size,
+            layers=fresh_layers(verifier, 1),
+            target_hidden_size=verifier.hidden_size,
             taps=taps,
             num_taps=len(taps),
             draft_vocab_size=size,
@@ -93,7 +93,7 @@ class Eagle3Stage(DraftingStage):
             num_depths=self.num_depths,
             num_nodes=self.num_nodes,
             drafter_temperature=self.drafter_temperature,
-        ).fitted(model)
+        ).fitted(verifier)
 
     def derived(self, drafter: Eagle3Drafter, counts_v: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the draft vocabulary, the most frequent tokens, if it is smaller than the verifier's."""

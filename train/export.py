@@ -80,8 +80,8 @@ def main(settings: ExportConfig) -> None:
     if not path.exists():
         raise ValueError(f"{settings.run}: got no settings.toml, expected the run= of a stage that trains a drafter")
     trained = read_stage(path)
-    _, model, tokenizer = read_verifier(trained)
-    drafter = read_drafter_config(trained, model)
+    _, verifier, tokenizer = read_verifier(trained)
+    drafter = read_drafter_config(trained, verifier)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, tau=settings.tau or None)
     dialect = settings.dialect or drafter.dialect

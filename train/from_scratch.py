@@ -78,14 +78,14 @@ def train_tokenizer(settings: FromScratchConfig) -> None:
 
 
 def next_token_sums(
-    params: Params, frozen: Params, batch: packing.PackedBatch, keys_b: jax.Array, *, model: ModelConfig, dtype: DTypeLike
+    params: Params, frozen: Params, batch: packing.PackedBatch, keys_b: jax.Array, *, config: ModelConfig, dtype: DTypeLike
 ) -> Sums:
     """Returns the weighted sum of -log p(token | document so far), and of the weights."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
-    out = decoder.forward(params, model, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
+    out = decoder.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
     labels_bt, weights_bt = (jnp.roll(x_bt, -1, axis=1).at[:, -1].set(0) for x_bt in (batch.tokens_bt, batch.weights_bt))
-    loss_bt = losses.cross_entropy(decoder.logits(params, model, out.hidden_btd), labels_bt)
+    loss_bt = losses.cross_entropy(decoder.logits(params, config, out.hidden_btd), labels_bt)
     return {"loss": (jnp.sum(weights_bt * loss_bt), jnp.sum(weights_bt))}
 
 
@@ -96,14 +96,14 @@ def main(settings: FromScratchConfig) -> None:
     tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
     architecture, dtype = architectures.recognise(keys), jnp.dtype(settings.compute_dtype)
-    model = architecture.read(keys)
-    architecture.to_hf(model)  # raises before training if the family can only be read
-    specs, mesh = decoder.specs(model), hosts.make_mesh(settings.mesh)
+    config = architecture.read(keys)
+    architecture.to_hf(config)  # raises before training if the family can only be read
+    specs, mesh = decoder.specs(config), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
     initial = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
     params, length = place(initial, specs, mesh, jnp.float32), settings.data.sequence_length
-    sums = partial(next_token_sums, model=model, dtype=dtype)
+    sums = partial(next_token_sums, config=config, dtype=dtype)
     flops = 6.0 * parameters.count(params) * settings.loop.batch * length
     task = TrainTask(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
@@ -113,7 +113,7 @@ def main(settings: FromScratchConfig) -> None:
     if hosts.is_first():
         target = files.absolute(settings.run) / "model"
         with files.filled(target, overwrite=True) as folder:
-            model_files.save_verifier(folder, model, params)
+            model_files.save_verifier(folder, config, params)
             tokenizer.inner.save_pretrained(folder)
         hosts.say(f"model in {target}: {watch.summary(settings.run)}")
     hosts.wait("model")

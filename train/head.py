@@ -62,13 +62,13 @@ class HeadStage(BlockStage):
     def starts_from(self) -> str:
         return self.drafter
 
-    def drafter_config(self, model: ModelConfig, start: Any) -> BlockDrafter:
+    def drafter_config(self, verifier: ModelConfig, start: Any) -> BlockDrafter:
         check_kind(self.drafter, start, BlockDrafter, "block drafter (DFlash)")
-        drafter = start.fitted(model)
+        drafter = start.fitted(verifier)
         if drafter.extras:
             got = f"{self.drafter}: got a drafter with {' and '.join(drafter.extras)}"
             raise ValueError(f"{got}, expected a DFlash backbone without: no head is trained on others")
-        if drafter.embedding_factor != model.embedding_factor:
+        if drafter.embedding_factor != verifier.embedding_factor:
             got = f"{self.drafter}: got a drafter trained without the verifier's embedding factor"
             raise ValueError(f"{got}, expected one with it: the files of a trained head cannot store such a backbone")
         if self.keep_head and drafter.head != self.head:

@@ -91,21 +91,21 @@ class LanguageModelStage(DraftingStage):
     def starts_from(self) -> str:
         return self.language_model
 
-    def drafter_config(self, model: ModelConfig, start: Any) -> LanguageModelDrafter:
+    def drafter_config(self, verifier: ModelConfig, start: Any) -> LanguageModelDrafter:
         if start is not None:
             check_kind(self.language_model, start, LanguageModelDrafter, "language model")
             layers = start.layers
         else:
-            if self.num_layers > model.num_layers:
-                raise ValueError(f"got num_layers {self.num_layers}, expected at most {model.num_layers} (verifier)")
-            if model.layer_types:
-                got = f"got a verifier of type {model.model_type!r} to take layers from, expected layers of one kind"
+            if self.num_layers > verifier.num_layers:
+                raise ValueError(f"got num_layers {self.num_layers}, expected at most {verifier.num_layers} (verifier)")
+            if verifier.layer_types:
+                got = f"got a verifier of type {verifier.model_type!r} to take layers from, expected layers of one kind"
                 raise ValueError(f"{got}; give language_model=, a smaller model with the same vocabulary")
-            dense = tuple(layer for layer in model.dense_layers if layer < self.num_layers)
-            layers = dataclasses.replace(model, num_layers=self.num_layers, dense_layers=dense)
-        fresh = Steering(taps=steering.default_taps(model.num_layers), width=model.hidden_size)
+            dense = tuple(layer for layer in verifier.dense_layers if layer < self.num_layers)
+            layers = dataclasses.replace(verifier, num_layers=self.num_layers, dense_layers=dense)
+        fresh = Steering(taps=steering.default_taps(verifier.num_layers), width=verifier.hidden_size)
         steers = None if self.steering == "none" else getattr(start, "steering", None) or fresh
-        return LanguageModelDrafter(layers=layers, steering=steers).fitted(model)
+        return LanguageModelDrafter(layers=layers, steering=steers).fitted(verifier)
 
     def fresh(self, drafter: LanguageModelDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = {name: stored[name] for name in self.trains if name in stored}

@@ -49,9 +49,9 @@ class MtpStage(DraftingStage):
     def starts_from(self) -> str:
         return self.verifier
 
-    def drafter_config(self, model: ModelConfig, start: Any) -> MtpDrafter:
+    def drafter_config(self, verifier: ModelConfig, start: Any) -> MtpDrafter:
         check_kind(self.verifier, start, MtpDrafter, "verifier with a layer of multi-token prediction")
-        return start.fitted(model)
+        return start.fitted(verifier)
 
     def fresh(self, drafter: MtpDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:
         return {name: stored[name] for name in self.trains}

@@ -44,7 +44,6 @@ from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import digest_pair
 from treeflash_jax.formats import tree_selector_folder
 from treeflash_jax.trees.sampled import tree_selector
-from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
 
 TAIL_WEIGHT, TAIL_SHARE = 1.0, 0.1
 LEARNING_RATE, STEPS = 3e-3, 1000  # for fitting the network; every step uses all labels
@@ -52,7 +51,7 @@ Labels = tuple[np.ndarray, np.ndarray, np.ndarray]  # features_of, expected_oa, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeSelectorStage(respond.RespondConfig):
+class SelectorConfig(respond.RespondConfig):
     """Settings that this stage adds to those of `train.respond`, which choose the prompts and the way to answer them."""
 
     out: str = setting(help="folder of the selector")
@@ -65,11 +64,11 @@ class TreeSelectorStage(respond.RespondConfig):
     draws: int = setting(4, "draws of every tree that a label averages", least=1)
 
 
-def main(settings: TreeSelectorStage) -> None:
+def main(settings: SelectorConfig) -> None:
     with files.filled(files.absolute(settings.out) / "model", overwrite=True) as folder:
         model = respond.load_answering_model(settings)
         pair = digest_pair(model.verifier, model.drafter)
-        config = TreeSelectorConfig(trees=settings.trees, rule=settings.acceptance, pair=pair)
+        config = tree_selector.TreeSelectorConfig(trees=settings.trees, rule=settings.acceptance, pair=pair)
         plan = model.plan(GenerateConfig(builder="delayed", acceptance=config.rule, nodes=config.num_nodes))
         plan = replace(plan, num_nodes=config.num_nodes, shape=replace(plan.shape, selector=config))
         prompts = [respond.collect_prompts(settings, model, held_out=is_held_out) for is_held_out in (False, True)]
@@ -79,15 +78,13 @@ def main(settings: TreeSelectorStage) -> None:
     hosts.say(f"{describe(weights, train, held_out)}; selector in {settings.out}/model, for builder=delayed")
 
 
-def always(config: TreeSelectorConfig, index: Any) -> dict[str, jax.Array]:
+def always(config: tree_selector.TreeSelectorConfig, index: Any) -> dict[str, jax.Array]:
     """Returns the weights of a selector that always chooses the same tree."""
     weights = {name: jnp.zeros(spec.shape) for name, spec in tree_selector.specs(config).items()}
     return weights | {f"bias_{len(tree_selector.WIDTHS)}": jax.nn.one_hot(index, len(config.trees))}
 
 
-def record(
-    model: TreeFlash, settings: TreeSelectorStage, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]
-) -> Labels:
+def record(model: TreeFlash, settings: SelectorConfig, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]) -> Labels:
     """Answers the prompts, each batch with one of the trees. Returns labels for every `settings.every`-th round."""
     capacity = round_capacity(len(prompts[-1].ids) + settings.max_new_tokens + 1 + plan.path_length)
     samplings, trees = [*product(settings.temperatures, settings.top_p)], cycle(range(len(settings.trees)))
@@ -146,7 +143,7 @@ def find_best(expected_oa: np.ndarray, setting_o: np.ndarray) -> np.ndarray:
     return np.argmax(is_setting_so @ expected_oa, axis=1)
 
 
-def fit(labels: Labels, config: TreeSelectorConfig) -> dict[str, jax.Array]:
+def fit(labels: Labels, config: tree_selector.TreeSelectorConfig) -> dict[str, jax.Array]:
     """Returns the weights of a selector that is fitted to the labels."""
     features_of, expected_oa, setting_o = labels
     base_o = expected_oa[np.arange(setting_o.size), find_best(expected_oa, setting_o)[setting_o]]
@@ -177,4 +174,4 @@ def describe(weights: Params, train: Labels, held_out: Labels) -> str:
 
 
 if __name__ == "__main__":
-    run_config.run_command(main, TreeSelectorStage, __doc__)
+    run_config.run_command(main, SelectorConfig, __doc__)

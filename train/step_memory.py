@@ -97,10 +97,10 @@ def compile_step(settings: DraftingStage, shape: str, devices: Sequence[jax.Devi
 
     `operations` is the number of operations of a TPU in the record.
     """
-    model = shapes.find_verifier(shape)
+    verifier = shapes.find_verifier(shape)
     mesh = hosts.make_mesh(settings.mesh, devices)
-    start = shapes.find_drafter(model) if settings.starts_from else None
-    task = make_task(settings, model, settings.drafter_config(model, start), mesh)
+    start = shapes.find_drafter(verifier) if settings.starts_from else None
+    task = make_task(settings, verifier, settings.drafter_config(verifier, start), mesh)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with sharding.ambient(mesh):
         batch = training_state.abstract_batch(settings.loop.batch, settings.data.sequence_length, mesh)

@@ -19,7 +19,7 @@ HARDWARE = {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2}
 def make_record(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed=0, ids=(1, 2), dtype="float32"):
     """A record made by hand; `lengths` by turn."""
     base, _, nodes = system.partition("-")
-    settings = dict.fromkeys(bench_records.SHARED, 1) | dict.fromkeys(("drafter", "head", "acceptance"))
+    settings = dict.fromkeys(bench_records.SHARED_SETTINGS, 1) | dict.fromkeys(("drafter", "head", "acceptance"))
     settings |= {"builder": "none" if base.startswith("ar") else "best-first", "dtype": dtype}
     settings |= {"nodes": int(nodes.partition("@")[0]) if nodes else None, "temperature": temperature, "seed": seed}
     turns = {"cut": 0, "ids": list(ids), "texts": None}

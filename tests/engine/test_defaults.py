@@ -13,7 +13,7 @@ from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.plan import resolve
-from treeflash_jax.models.kernels import KERNELS, SETS
+from treeflash_jax.models.kernels import KERNEL_SETS, KERNELS
 
 ZEN5, AMX = (Device("cpu", features=frozenset({"avx512_bf16", *more})) for more in ((), ("amx_bf16",)))
 H100, H200 = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("gpu", "NVIDIA H200")
@@ -132,7 +132,7 @@ def test_attention_follows_from_the_backend_and_the_dtype():
     assert never_ran == {"mosaic-gpu"} and not defaults_of_devices & never_ran
     needed = {kernels["mosaic-gpu"].oldest_jax for kernels in KERNELS.values() if "mosaic-gpu" in kernels}
     assert needed == {(0, 12)}, "as the help of `attention` and `kernels` says"
-    kernels_of_sets = [kernel for kernels in KERNELS.values() for name, kernel in kernels.items() if name in SETS]
+    kernels_of_sets = [kernel for kernels in KERNELS.values() for name, kernel in kernels.items() if name in KERNEL_SETS]
     assert not any(kernel.has_run for kernel in kernels_of_sets), "as the help of `kernels` says"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 import treeflash_jax as tf
-from treeflash_jax.constraints.compilation import NAMES, Constraint
+from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
@@ -31,7 +31,7 @@ class StubRequestMaker:
         return [[1]] * len(prompts)
 
     def find_constraints(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[Constraint]:
-        return [Constraint(kind, str(settings[kind])) for kind in NAMES if kind in settings]
+        return [Constraint(kind, str(settings[kind])) for kind in CONSTRAINT_NAMES if kind in settings]
 
     def compile(self, constraint: Constraint) -> None:
         pass

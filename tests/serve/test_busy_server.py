@@ -130,7 +130,7 @@ def test_what_a_client_left_is_not_prepared_further():
 
 def test_slow_clients_are_cut_off(monkeypatch):
     """Half of the headers, of the body, or nothing; more bytes give no more time. A slow answer is none of this."""
-    monkeypatch.setattr(limits, "SECONDS", {state: 0.5 for state in limits.SECONDS})
+    monkeypatch.setattr(limits, "REQUEST_SECONDS", dict.fromkeys(limits.REQUEST_SECONDS, 0.5))
 
     def encode(prompts: list[str]) -> list[list[int]]:
         time.sleep(1.5)
@@ -153,7 +153,7 @@ def test_slow_clients_are_cut_off(monkeypatch):
 def test_a_connection_waits_for_the_next_request_of_an_agent():
     with listening(make_app(stub_worker(), Metrics())) as port:
         with closing(HTTPConnection("127.0.0.1", port, timeout=20)) as client:
-            for pause in (0, max(limits.SECONDS[h11.IDLE], 5) + 1):  # uvicorn's own limit is 5 seconds
+            for pause in (0, max(limits.REQUEST_SECONDS[h11.IDLE], 5) + 1):  # uvicorn's own limit is 5 seconds
                 time.sleep(pause)
                 client.request("GET", "/health")
                 with client.getresponse() as response:

@@ -19,7 +19,7 @@ STAGES = {
     "from_scratch": from_scratch.FromScratchConfig,
     "ask": ask.AskConfig,
     "respond": respond.RespondConfig,
-    "selector": selector.TreeSelectorStage,
+    "selector": selector.SelectorConfig,
 }
 FILES = sorted(CONFIGS.rglob("*.toml"))
 HEAD, DRAFTER = CONFIGS / "tiny" / "head.toml", CONFIGS / "tiny" / "drafter.toml"

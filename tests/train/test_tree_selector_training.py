@@ -105,7 +105,7 @@ def test_from_prompts_to_answers(tmp_path, capsys):
     )
     words = [f"out={tmp_path / 'run'}", f"sources=[{{path='{prompts}', hold_out=4}}]", "trees=[[2,1,0],[0,2,1]]"]
     words += ["verifier=tiny", "drafter=tiny", "max_new_tokens=12", "draws=1", "batch=4", "acceptance=recursive"]
-    train = lambda *more: stage.main(run_config.load(stage.TreeSelectorStage, None, [*words, *more]))  # noqa: E731
+    train = lambda *more: stage.main(run_config.load(stage.SelectorConfig, None, [*words, *more]))  # noqa: E731
     train()
     made = tmp_path / "run" / "model" / "model.safetensors"
     weights, out = made.read_bytes(), capsys.readouterr().out

@@ -144,7 +144,7 @@ class Composer:
         return hashlib.sha256(repr([prompt.content for prompt in self.prompts]).encode()).hexdigest()
 
     @cached_property
-    def model(self) -> ModelConfig:
+    def verifier(self) -> ModelConfig:
         return model_files.read_verifier_config(locate(self.settings.verifier, "verifier"))
 
     @cached_property
@@ -168,7 +168,7 @@ class Composer:
         self.stages["drafter"] = self.drafter()
         self.stages["export"] = self.export()
         self.stages["measure"] = self.measure()
-        self.stages["drafter"].drafter_config(self.model, None)
+        self.stages["drafter"].drafter_config(self.verifier, None)
 
     def ask(self) -> AskConfig:
         settings, out = self.settings, str(self.settings.path("questions.jsonl"))
@@ -178,7 +178,7 @@ class Composer:
 
     def respond(self) -> RespondConfig:
         """Composes the settings of the answers. Prompts may be as long as the longest question, and as 95 % of all."""
-        settings, context, prompts = self.settings, self.model.max_positions, self.prompts
+        settings, context, prompts = self.settings, self.verifier.max_positions, self.prompts
         source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
         if len(prompts) < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {len(prompts)} prompts, expected at least {LEAST_PROMPTS}")
@@ -208,19 +208,19 @@ class Composer:
 
     def read_answers(self) -> None:
         source = Source(path=self.stages["respond"].out, format="responses", hold_out=0)
-        shared = self.tokenizer, self.settings.seed, self.model.vocab_size
+        shared = self.tokenizer, self.settings.seed, self.verifier.vocab_size
         self.answers = packing.load_corpus([source], self._data(), *shared)
 
     def drafter(self) -> DrafterStage:
         """Composes the training of backbone and head together."""
-        settings, model, answers, defaults = self.settings, self.model, self.answers, self.defaults
+        settings, verifier, answers, defaults = self.settings, self.verifier, self.answers, self.defaults
         passes, least = settings.passes or defaults.passes, 1 if settings.passes else USUAL_STEPS
         steps = max(least, math.ceil(passes * answers.num_sequences / self._batch_size()))
-        num_layers = settings.num_layers or choices.drafter_layers(model.num_layers)
+        num_layers = settings.num_layers or choices.drafter_layers(verifier.num_layers)
         mask_token_id = settings.mask_token_id
         if mask_token_id is None:
-            counts_v = answers.token_counts(model.vocab_size)
-            mask_token_id = choices.mask_token(self.tokenizer, counts_v, model.eos_token_ids)
+            counts_v = answers.token_counts(verifier.vocab_size)
+            mask_token_id = choices.mask_token(self.tokenizer, counts_v, verifier.eos_token_ids)
         steps = settings.steps or steps
         optimizer, rate = defaults.optimizer
         hold_out, data = _hold_out(range(answers.num_documents)), self._data()
@@ -244,8 +244,8 @@ class Composer:
             block_size=self.block_size,
             num_layers=num_layers,
             mask_token_id=mask_token_id,
-            target_layer_ids=settings.target_layer_ids or choices.tapped_layers(model.num_layers),
-            initial_layers=choices.initial_layers(model, num_layers),
+            target_layer_ids=settings.target_layer_ids or choices.tapped_layers(verifier.num_layers),
+            initial_layers=choices.initial_layers(verifier, num_layers),
             head="mlp",
         )
         stage = run_config.replaced(made, settings.drafter)
@@ -267,7 +267,7 @@ class Composer:
             anchors=anchors,
             prompts=True,  # costs nothing, and held-out losses fall: notebooks/results/recipe_smollm2.md
             chunk=anchors if sample else CHUNK,
-            vocabulary=0 if sample >= self.model.vocab_size else sample,
+            vocabulary=0 if sample >= self.verifier.vocab_size else sample,
         )
 
     def export(self) -> ExportConfig:
@@ -290,7 +290,7 @@ class Composer:
         responded = self.stages["respond"]
         whole = math.ceil((responded.max_prompt_tokens + responded.max_new_tokens) / 64) * 64
         return DataConfig(
-            sequence_length=min(self.model.max_positions, max(256, whole)),
+            sequence_length=min(self.verifier.max_positions, max(256, whole)),
             thinking=responded.thinking,
             record=str(self.settings.path("recorded")) if self.defaults.records else "",
         )

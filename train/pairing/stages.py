@@ -20,7 +20,7 @@ Action = Literal["skip", "continue", "begin"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class PairStage:
     """A stage of the command: `python -m train.NAME`.
 
     Attributes:
@@ -76,7 +76,7 @@ class Stage:
 
 
 PAIR_STAGES = (
-    Stage(
+    PairStage(
         name="ask",
         main=ask.main,
         compose=Composer.ask,
@@ -87,7 +87,7 @@ PAIR_STAGES = (
         follows=("count",),
         shown=("count",),
     ),
-    Stage(
+    PairStage(
         name="respond",
         main=respond.main,
         compose=Composer.respond,
@@ -99,7 +99,7 @@ PAIR_STAGES = (
         follows=("sources.0.limit", "mesh."),
         shown=("sources.0.hold_out", "max_prompt_tokens", "max_new_tokens"),
     ),
-    Stage(
+    PairStage(
         name="drafter",
         main=drafter.main,
         compose=Composer.drafter,
@@ -113,7 +113,7 @@ PAIR_STAGES = (
             "loop.steps",
         ),
     ),
-    Stage(
+    PairStage(
         name="export",
         main=export.main,
         compose=Composer.export,
@@ -121,7 +121,7 @@ PAIR_STAGES = (
         reads="drafter/model",
         writes="model",
     ),
-    Stage(
+    PairStage(
         name="measure",
         main=measure.main,
         compose=Composer.measure,
@@ -141,7 +141,7 @@ class StageInputs:
             raise ValueError(f"{settings.out} was begun by an earlier version (it has no stages.json); give another out=")
         self.by_name: dict[str, dict[str, Any]] = read_json(self.path) if self.path.exists() else {}
 
-    def action(self, stage: Stage, inputs: dict[str, Any]) -> Action:
+    def action(self, stage: PairStage, inputs: dict[str, Any]) -> Action:
         """Returns "skip" for a stage that finished with these inputs, and "continue" for one that was begun with them.
 
         A stage whose size alone grew also continues, even if the files that it reads changed, because more prompts or steps
@@ -154,12 +154,12 @@ class StageInputs:
             return "skip" if before["finished"] else "continue"
         return "continue" if inputs["size"] > before["size"] else "begin"
 
-    def changed(self, stage: Stage, inputs: dict[str, Any]) -> str:
+    def changed(self, stage: PairStage, inputs: dict[str, Any]) -> str:
         """Describes the first given setting that differs from the last time; returns "" if none does."""
         then, now = dotted(self.by_name[stage.name]["given"]), dotted(inputs["given"])
         return next((f"{key} was {then.get(key)}" for key in {**then, **now} if then.get(key) != now.get(key)), "")
 
-    def save(self, stage: Stage, inputs: dict[str, Any], *, finished: bool) -> None:
+    def save(self, stage: PairStage, inputs: dict[str, Any], *, finished: bool) -> None:
         self.by_name[stage.name] = inputs | {"finished": finished}
         files.write(self.path, json.dumps(self.by_name, indent=1) + "\n")
 

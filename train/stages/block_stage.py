@@ -50,10 +50,12 @@ class BlockStage(DraftingStage):
         objective = dataclasses.replace(self.objective, vocabulary=0, dpace=False, decay=decay, prompts=False)
         return dataclasses.replace(self, objective=objective).make_sums(verifier, drafter)
 
-    def check_corpus(self, drafter: BlockDrafter, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+    def check_corpus(
+        self, drafter: BlockDrafter, verifier: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None
+    ) -> None:
         """Raises ValueError if the mask token occurs in the training data: the recipe is probably for another verifier."""
-        counts_v, mask = corpus.token_counts(model.vocab_size), drafter.mask_token_id
-        better = choices.mask_token(tokenizer, counts_v, model.eos_token_ids)
+        counts_v, mask = corpus.token_counts(verifier.vocab_size), drafter.mask_token_id
+        better = choices.mask_token(tokenizer, counts_v, verifier.eos_token_ids)
         if "backbone" in self.trains and counts_v[mask] and not counts_v[better]:
             times = f"{counts_v[mask]:,} times in the training data"
             raise ValueError(f"got mask_token_id {mask}, which occurs {times}, expected an unused token, such as {better}")

@@ -46,14 +46,14 @@ def drafter_layers(num_layers: int) -> int:
     return min(MOST_TAPS, max(2, round(num_layers / 10)))
 
 
-def initial_layers(model: ModelConfig, count: int) -> tuple[int, ...]:
+def initial_layers(verifier: ModelConfig, count: int) -> tuple[int, ...]:
     """Chooses the verifier layers that a backbone starts from as copies: the last ones, or none if their kind differs."""
-    return tuple(range(model.num_layers - count, model.num_layers)) if has_drafter_layers(model) else ()
+    return tuple(range(verifier.num_layers - count, verifier.num_layers)) if has_drafter_layers(verifier) else ()
 
 
-def has_drafter_layers(model: ModelConfig) -> bool:
+def has_drafter_layers(verifier: ModelConfig) -> bool:
     """Returns whether the verifier's layers have the same weights as a drafter's layers."""
-    return not model.num_experts and layers.layer_specs(fresh_layers(model, 1)) == layers.layer_specs(model)
+    return not verifier.num_experts and layers.layer_specs(fresh_layers(verifier, 1)) == layers.layer_specs(verifier)
 
 
 def attention(device: Device, requested: str = "auto") -> str:

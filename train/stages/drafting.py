@@ -52,7 +52,7 @@ from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import decoder, quantized
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.quantized import NONE, SCHEMES
+from treeflash_jax.models.quantized import NO_SCHEME, SCHEMES
 
 DERIVED = "derived.json"  # file in a run's folder
 
@@ -83,10 +83,10 @@ class DraftingStage(ABC):
     init_scale: float = setting(0.02, "standard deviation of fresh weights", above=0)
     compute_dtype: str = dtype_setting("bfloat16", "dtype of activations and frozen weights", "float32", "bfloat16")
     quantize: str = setting(
-        NONE,
+        NO_SCHEME,
         "scheme of the frozen verifier's matrices, except vocabulary tables: keeps them as quantised files have them, or "
         "rounds them, as the setting of `load` does; none expands them",
-        choices=lambda: (*SCHEMES, NONE),
+        choices=lambda: (*SCHEMES, NO_SCHEME),
     )
     attention: Literal["auto", "chunked", "splash", "cudnn"] = setting(
         "auto",
@@ -101,7 +101,7 @@ class DraftingStage(ABC):
     @property
     def scheme(self) -> str | None:
         """Scheme of the setting `quantize`; None if the verifier's weights are arrays."""
-        return None if self.quantize == NONE else self.quantize
+        return None if self.quantize == NO_SCHEME else self.quantize
 
     @property
     @abstractmethod
@@ -109,7 +109,7 @@ class DraftingStage(ABC):
         """Names of the trained weights. All others are frozen. Names that this drafter does not have are ignored."""
 
     @abstractmethod
-    def drafter_config(self, model: ModelConfig, start: Any) -> Any:
+    def drafter_config(self, verifier: ModelConfig, start: Any) -> Any:
         """Returns the drafter for this verifier. Raises ValueError if they do not fit.
 
         `start` is the drafter that `starts_from` names, or None.
@@ -142,7 +142,7 @@ class DraftingStage(ABC):
         """Returns the objective for held-out sequences. It differs from `make_sums` if training only estimates its sums."""
         return self.make_sums(verifier, drafter)
 
-    def check_corpus(self, drafter: Any, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+    def check_corpus(self, drafter: Any, verifier: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
         """Raises ValueError if this corpus cannot train this drafter."""
         return
 
@@ -163,15 +163,15 @@ def read_verifier(settings: DraftingStage) -> tuple[Path, ModelConfig, Tokenizer
     return folder, model_files.read_verifier_config(folder), tokenizer
 
 
-def read_drafter_config(settings: DraftingStage, model: ModelConfig) -> Drafter:
+def read_drafter_config(settings: DraftingStage, verifier: ModelConfig) -> Drafter:
     """Returns the drafter, with the facts about its training that will be recorded in its files."""
     start = model_files.read_drafter_config(locate(settings.starts_from, "drafter")) if settings.starts_from else None
-    drafter = settings.drafter_config(model, start)
+    drafter = settings.drafter_config(verifier, start)
     if not settings.records_training:
         return drafter
-    verifier = (HUB_IDS.get(settings.verifier, settings.verifier), ARCHITECTURES[model.model_type].class_name)
+    name, class_name = HUB_IDS.get(settings.verifier, settings.verifier), ARCHITECTURES[verifier.model_type].class_name
     thinking = drafter.thinking if settings.data.thinking is None else settings.data.thinking
-    return replace(drafter, verifier=verifier, thinking=thinking)
+    return replace(drafter, verifier=(name, class_name), thinking=thinking)
 
 
 def read_stored(settings: DraftingStage, drafter: Drafter, counts_v: np.ndarray | None = None) -> dict[str, Any]:
@@ -227,7 +227,11 @@ def copy_weights(tree: Any) -> Any:
 
 
 def make_task(
-    settings: DraftingStage, model: ModelConfig, drafter: Drafter, mesh: Mesh | None = None, weights: Params | None = None
+    settings: DraftingStage,
+    verifier: ModelConfig,
+    drafter: Drafter,
+    mesh: Mesh | None = None,
+    weights: Params | None = None,
 ) -> TrainTask:
     """Divides a drafter's weights into trained and frozen weights by `settings.trains`, and chooses the attention.
 
@@ -238,17 +242,17 @@ def make_task(
     trained = {name: tree for name, tree in drafter.specs().items() if name in settings.trains}
     frozen = {name: tree for name, tree in drafter.specs().items() if name not in settings.trains and tree}
     if weights is None:
-        frozen["verifier"] = decoder.specs(model, settings.scheme, mesh=mesh, wide_tables=True)
+        frozen["verifier"] = decoder.specs(verifier, settings.scheme, mesh=mesh, wide_tables=True)
     else:
-        frozen["verifier"] = quantized.specs_like(decoder.specs(model), weights)
+        frozen["verifier"] = quantized.specs_like(decoder.specs(verifier), weights)
     batch = abstract_batch(settings.loop.batch, settings.data.sequence_length)
-    counted = replace(model, num_experts=model.experts_per_token)  # though accelerators compute all experts
+    counted = replace(verifier, num_experts=verifier.experts_per_token)  # though accelerators compute all experts
     counted_sums = replace(settings, attention="chunked").make_sums(counted, drafter)
     return TrainTask(
         specs=trained,
         frozen_specs=frozen,
-        sums=settings.make_sums(model, drafter),
-        held_out_sums=settings.make_held_out_sums(model, drafter),
+        sums=settings.make_sums(verifier, drafter),
+        held_out_sums=settings.make_held_out_sums(verifier, drafter),
         compute_dtype=jnp.dtype(settings.compute_dtype),
         flops=step_flops(counted_sums, trained, frozen | {"verifier": decoder.specs(counted)}, batch),
     )
@@ -260,18 +264,18 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     settings, mesh = with_thinking(settings), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
-    (folder, model, tokenizer), length = read_verifier(settings), settings.data.sequence_length
-    expect(length <= model.max_positions, "data.sequence_length", length, f"at most {model.max_positions} (verifier)")
-    corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed, model.vocab_size)
-    drafter = read_drafter_config(settings, model)
-    settings.check_corpus(drafter, model, corpus, tokenizer)
+    (folder, verifier, tokenizer), length = read_verifier(settings), settings.data.sequence_length
+    expect(length <= verifier.max_positions, "data.sequence_length", length, f"at most {verifier.max_positions} (verifier)")
+    corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed, verifier.vocab_size)
+    drafter = read_drafter_config(settings, verifier)
+    settings.check_corpus(drafter, verifier, corpus, tokenizer)
     model_files.writable(drafter.dialect, drafter)
-    counts_v = corpus.answer_counts(model.vocab_size)
+    counts_v = corpus.answer_counts(verifier.vocab_size)
     inputs = read_inputs(settings, drafter, counts_v)
     check_inputs(settings.run, settings.loop, inputs)  # before weights are read and outputs are recorded
     dtype = jnp.dtype(settings.compute_dtype)
     _, weights = model_files.load_verifier(folder, dtype=dtype, mesh=mesh, quantize=settings.scheme, wide_tables=True)
-    task = make_task(settings, model, drafter, mesh, weights)
+    task = make_task(settings, verifier, drafter, mesh, weights)
     if settings.data.record:
         attention = choices.attention(sharding.device(mesh), settings.attention)
         corpus = record(
@@ -279,14 +283,14 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
             settings.data.record,
             digest=inputs["verifier"]["digest"],
             weights=weights,
-            model=model,
+            verifier=verifier,
             taps=drafter.taps,
             batch_size=settings.loop.batch,
             attention=attention,
             mesh=mesh,
         )
     stored = read_stored(settings, drafter, counts_v)
-    scales = {"norm": weights["norm"] + 1} if model.offset_norms else {}  # norms of drafters store their whole scale
+    scales = {"norm": weights["norm"] + 1} if verifier.offset_norms else {}  # norms of drafters store their whole scale
     params = place(settings.fresh(drafter, weights | scales, stored), task.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {
         name: place(stored[name], specs, mesh, task.compute_dtype)
@@ -296,7 +300,8 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     del stored
     hosts.say(corpus.summary())
     hosts.say(f"{parameters.count(params):,} weights to train, {corpus.num_sequences} sequences of {length} tokens")
-    pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=model_files.stop_ids(folder, model), mesh=mesh)
+    stop_ids = model_files.stop_ids(folder, verifier)
+    pair = TreeFlash(verifier, Weights(weights), drafter=drafter, stop_ids=stop_ids, mesh=mesh)
     measure = make_tau_measure(settings, task, pair, corpus, frozen)
     params = loop.fit(
         task,

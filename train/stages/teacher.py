@@ -41,19 +41,19 @@ class Teacher:
 
 
 def teach(
-    params: Params, config: ModelConfig, taps: tuple[int, ...], batch: PackedBatch, attention: str = "chunked"
+    params: Params, verifier: ModelConfig, taps: tuple[int, ...], batch: PackedBatch, attention: str = "chunked"
 ) -> Teacher:
     """Runs the verifier over packed sequences, unless the batch already contains its outputs.
 
     `taps` are 0-based layers in the order in which the drafter reads them. `attention` is a name in `packed_attention`.
     """
     if batch.outputs_bto is not None:
-        outputs_bto, size = batch.outputs_bto, config.hidden_size
-        return Teacher(outputs_bto[..., :-size], outputs_bto[..., -size:], config.logit_cap)
+        outputs_bto, size = batch.outputs_bto, verifier.hidden_size
+        return Teacher(outputs_bto[..., :-size], outputs_bto[..., -size:], verifier.logit_cap)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     with jax.named_scope("teach"):
-        out = decoder.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
-    return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd, config.logit_cap))
+        out = decoder.forward(params, verifier, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
+    return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd, verifier.logit_cap))
 
 
 def record(
@@ -62,7 +62,7 @@ def record(
     *,
     digest: str,
     weights: Params,
-    model: ModelConfig,
+    verifier: ModelConfig,
     taps: Sequence[int],
     batch_size: int,
     attention: str,
@@ -79,13 +79,13 @@ def record(
     """
     if jax.process_count() > 1:
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
-    dtype, width = np.dtype(weights["embed"].dtype), (len(taps) + 1) * model.hidden_size
+    dtype, width = np.dtype(weights["embed"].dtype), (len(taps) + 1) * verifier.hidden_size
     schemes = [] if (scheme := quantized.quantization_scheme(weights)) is None else [scheme]
-    key = hashlib.sha256(repr((model, dtype.name, taps, corpus.digest(), digest, *schemes)).encode())
+    key = hashlib.sha256(repr((verifier, dtype.name, taps, corpus.digest(), digest, *schemes)).encode())
 
     @programs.jit
     def run(weights: Params, batch: PackedBatch) -> jax.Array:
-        parts = jax.tree.leaves(teach(weights, model, tuple(taps), batch, attention))
+        parts = jax.tree.leaves(teach(weights, verifier, tuple(taps), batch, attention))
         return jnp.concatenate(parts, axis=-1)
 
     def outputs(packed: PackedDataset) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ BenchRecord = dict[str, Any]
 SCHEMA = 4
 # Settings that must be equal in all records of a file. Other settings differ between systems. Temperature and seed may
 # vary.
-SHARED = "verifier template quantize max_new_tokens batch_size top_k top_p stop_ids attention".split()
+SHARED_SETTINGS = "verifier template quantize max_new_tokens batch_size top_k top_p stop_ids attention".split()
 PEER = "another program"  # value of "builder" for systems that are other programs
 RECORD_START = b'{"schema": '  # start of every line of results
 
@@ -70,7 +70,7 @@ def check_one_run(records: Sequence[BenchRecord], path: str | Path) -> None:
 def _conditions(record: BenchRecord, is_same_system: bool) -> BenchRecord:
     """Returns the fields that must be equal in all records of a run, or of one system."""
     settings = record["settings"]
-    names = settings.keys() - {"temperature", "seed"} if is_same_system else SHARED
+    names = settings.keys() - {"temperature", "seed"} if is_same_system else SHARED_SETTINGS
     return {name: settings.get(name) for name in names} | record["versions"] | record["hardware"]
 
 

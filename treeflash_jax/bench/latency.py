@@ -28,7 +28,7 @@ from treeflash_jax.engine.loading import load_for_command
 from treeflash_jax.engine.settings.defaults import choose_dtype
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
-from treeflash_jax.models.quantized import NONE
+from treeflash_jax.models.quantized import NO_SCHEME
 
 SCHEMA = 4
 SAME = ("settings", "versions", "hardware")  # results replace each other if these are equal
@@ -93,7 +93,7 @@ def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
     dtype = jnp.dtype(arguments.dtype or choose_dtype(sharding.device(mesh)))
     print_progress(f"drawing the weights of {shape}")
-    quantize = None if arguments.quantize == NONE else arguments.quantize
+    quantize = None if arguments.quantize == NO_SCHEME else arguments.quantize
     model = shapes.random_pair(verifier, drafter, dtype, mesh, quantize)
     model.names = (shape, "")
     return model

@@ -45,7 +45,7 @@ from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.quantized import NONE
+from treeflash_jax.models.quantized import NO_SCHEME
 
 # Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory per multiprocessor.
 # Source: NVIDIA's data sheets.
@@ -101,16 +101,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the memory that a request needs; returns 1 if a device cannot hold it."""
     mesh, limit, device = _devices(arguments)
-    model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
+    verifier, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, round_capacity(arguments.context)
-    sizes, quantize = dict(mesh.shape), None if arguments.quantize == NONE else arguments.quantize
+    sizes, quantize = dict(mesh.shape), None if arguments.quantize == NO_SCHEME else arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
-    plan = resolve(config, model, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
+    plan = resolve(config, verifier, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
     earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     request = {"dtype": dtype, "mesh": mesh, "batch": batch, "capacity": capacity, "quantize": quantize}
-    needs = footprint(model, plan.shared.loaded_drafter, **request)
+    needs = footprint(verifier, plan.shared.loaded_drafter, **request)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
     result: dict[str, Any] = {"shape": shapes.short_name(arguments.shape), "drafter": drafted}
     result |= {"topology": arguments.topology or device.kind, "mesh": sizes, "batch": batch, "context": capacity}
@@ -121,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
         result["schema_states"] = arguments.constraint_states
     result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        automaton = (arguments.constraint_states, TOKEN_CLASSES, model.vocab_size) if arguments.constraint_states else None
+        states = arguments.constraint_states
+        automaton = (states, TOKEN_CLASSES, verifier.vocab_size) if states else None
         sampling = SamplingSizes(automaton=automaton)
         compiled = compile_programs(plan, mesh, batch, capacity, dtype, quantize, sampling)
         result |= {"bytes_per_device": _read_programs(*compiled, needs), "jax": jax.__version__}
@@ -130,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
             result["launches"] = count_launches(text)
             if device.clock:
                 read_drafter = plan.shared.loaded_drafter if plan.num_nodes > 1 else None
-                read = bytes_read(model, read_drafter, batch * plan.num_nodes, **request)
+                read = bytes_read(verifier, read_drafter, batch * plan.num_nodes, **request)
                 result["estimate"] = estimate_times(text, device, read, arguments.operations)
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
@@ -202,13 +203,13 @@ def count_launches(text: str) -> int:
     return max(len(re.findall(r"[\])}] (?:copy|custom-call|fusion|sort)\(", body)) for body in bodies)
 
 
-def bytes_read(model: ModelConfig, drafter: Drafter | None, tokens: int, **request: Any) -> int:
+def bytes_read(verifier: ModelConfig, drafter: Drafter | None, tokens: int, **request: Any) -> int:
     """Returns the bytes that a pass over some tokens reads on each device: of experts, as many as the tokens can choose.
 
     `request` are arguments of `footprint`.
     """
-    chosen = min(model.num_experts, tokens * model.experts_per_token)
-    return footprint(replace(model, num_experts=chosen), drafter, **request).total
+    chosen = min(verifier.num_experts, tokens * verifier.experts_per_token)
+    return footprint(replace(verifier, num_experts=chosen), drafter, **request).total
 
 
 def estimate_times(text: str, device: Device, read: int, operations: int = 0) -> dict[str, Any]:

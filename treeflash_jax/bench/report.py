@@ -16,7 +16,7 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from treeflash_jax.bench.bench_records import PEER, SHARED, BenchRecord, is_comparable, read_records, record_key
+from treeflash_jax.bench.bench_records import PEER, SHARED_SETTINGS, BenchRecord, is_comparable, read_records, record_key
 from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, conclude
 from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.core.settings import setting
@@ -85,7 +85,7 @@ def summarise(records: Sequence[BenchRecord], *, against: str | None = None) -> 
         names = sorted({entry["system"] for entry in entries})
         raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
     first = records[0]
-    settings = {name: first["settings"][name] for name in (*SHARED, "dtype")}
+    settings = {name: first["settings"][name] for name in (*SHARED_SETTINGS, "dtype")}
     return {"settings": settings, "versions": first["versions"], "hardware": first["hardware"], "systems": entries}
 
 

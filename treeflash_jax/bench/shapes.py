@@ -171,15 +171,16 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
 
     Raises ValueError for an unknown name, a config that is not implemented, or a drafter that does not fit.
     """
-    model = find_verifier(shape)
+    verifier = find_verifier(shape)
     if drafter_shape is None:
-        return model, find_drafter(model).fitted(model)
+        return verifier, find_drafter(verifier).fitted(verifier)
     if drafter_shape in SHAPES:
-        return model, LanguageModelDrafter(layers=SHAPES[drafter_shape]).fitted(model)
+        return verifier, LanguageModelDrafter(layers=SHAPES[drafter_shape]).fitted(verifier)
     if drafter_shape == MTP:
-        return model, make_included_drafter(model).fitted(model)
+        return verifier, make_included_drafter(verifier).fitted(verifier)
     path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
-    return model, draft_vocabulary.limit(model_files.read_drafter_config(path).fitted(model), path, model.vocab_size)
+    drafter = model_files.read_drafter_config(path).fitted(verifier)
+    return verifier, draft_vocabulary.limit(drafter, path, verifier.vocab_size)
 
 
 def find_verifier(name: str) -> ModelConfig:
@@ -238,14 +239,14 @@ def short_name(path: str) -> str:
 
 
 def random_pair(
-    model: ModelConfig, drafter: Drafter, dtype: DTypeLike, mesh: Mesh | None = None, quantize: str | None = None
+    verifier: ModelConfig, drafter: Drafter, dtype: DTypeLike, mesh: Mesh | None = None, quantize: str | None = None
 ) -> TreeFlash:
     """Makes a pair with random weights. They are drawn one by one in their dtype, and the verifier's are then quantised.
 
     No matrix is zero, because zeros multiply faster than other numbers. Weights that are zero at the start of training are
     small here, so that trees fill up as with a trained head.
     """
-    specs = decoder.specs(model, is_merged=merges_weights(sharding.device(mesh)), mesh=mesh), drafter.specs()
+    specs = decoder.specs(verifier, is_merged=merges_weights(sharding.device(mesh)), mesh=mesh), drafter.specs()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None = None) -> jax.Array:
@@ -260,4 +261,4 @@ def random_pair(
         return quantized.compress(weight, spec, scheme=scheme, mesh=mesh)
 
     weights = jax.tree.map(partial(draw, scheme=quantize), specs[0], is_leaf=is_spec)
-    return TreeFlash(model, Weights(weights, jax.tree.map(draw, specs[1], is_leaf=is_spec)), drafter=drafter, mesh=mesh)
+    return TreeFlash(verifier, Weights(weights, jax.tree.map(draw, specs[1], is_leaf=is_spec)), drafter=drafter, mesh=mesh)

@@ -17,15 +17,15 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 
 logger = logging.getLogger("treeflash_jax")
 
-NAMES = "schema", "pattern", "choices", "structural_tag"  # settings that are constraints; a prompt has at most one
-DEPTH = 6  # levels of values that a schema leaves open: some 2,700 states in an object; each further level doubles them
+CONSTRAINT_NAMES = "schema", "pattern", "choices", "structural_tag"  # settings; a prompt has at most one
+SCHEMA_DEPTH = 6  # levels that a schema leaves open: some 2,700 states in an object; each further level doubles them
 
 
 class Constraint(NamedTuple):
     """A constraint of an answer.
 
     Attributes:
-      kind: one of NAMES.
+      kind: one of CONSTRAINT_NAMES.
       value: JSON text, a regular expression, or the choices.
     """
 
@@ -49,7 +49,7 @@ def as_json(schema: Any) -> Any:
 
 def find_constraint(settings: Any) -> Constraint | None:
     """Returns the constraint of a prompt's settings; None if there is none. Raises ValueError for several constraints."""
-    given = {name: getattr(settings, name) for name in NAMES if getattr(settings, name) is not None}
+    given = {name: getattr(settings, name) for name in CONSTRAINT_NAMES if getattr(settings, name) is not None}
     expect(len(given) < 2, " and ".join(given), [*given.values()], "one of them")
     return next((Constraint(*item) for item in given.items()), None)
 
@@ -83,7 +83,7 @@ def compile_constraint(
     tokenizer: Tokenizer | None,
     stop_ids: Sequence[int],
     vocab_size: int,
-    depth: int = DEPTH,
+    depth: int = SCHEMA_DEPTH,
 ) -> AutomatonTable:
     """Returns the automaton of a constraint.
 

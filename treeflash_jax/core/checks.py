@@ -20,7 +20,7 @@ LIMITS = {  # keywords of limits on numbers, with their tests and their words in
 def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") -> None:
     """Raises ValueError unless `is_met`. The message has the value, what was expected, and the file `where`, if any."""
     if not is_met:
-        raise _refusal(name, value, expected, where)
+        raise refusal(name, value, expected, where)
 
 
 class WrongValue(ValueError):
@@ -35,7 +35,8 @@ class WrongValue(ValueError):
         self.name = name
 
 
-def _refusal(name: str, value: Any, expected: str, where: str) -> ValueError:
+def refusal(name: str, value: Any, expected: str, where: str = "") -> WrongValue:
+    """Returns the error of `expect`, to be raised."""
     return WrongValue((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}", name)
 
 
@@ -71,19 +72,19 @@ def coerce(
     try:
         fitted = convert(kind, value if spelled is None else spelled(value), from_text)
     except Mismatch as mismatch:
-        raise _refusal(name, mismatch.part, says or mismatch.expected, where) from None
+        raise refusal(name, mismatch.part, says or mismatch.expected, where) from None
     if min_length:
         expect(len(fitted) >= min_length, name, value, says or f"a list of at least {min_length}", where)
     for number in _numbers(fitted) if limits else ():
         for limit, most in limits.items():
             is_within, words = LIMITS[limit]
             if not is_within(number, most):
-                raise _refusal(name, number, says or f"{words} {most}", where)
+                raise refusal(name, number, says or f"{words} {most}", where)
     if choices is not None and fitted is not None and fitted not in choices():
         expected = ", ".join(map(repr, choices()))
         if len(choices()) > 1:
             expected = f"one of {expected}" + (hint(fitted, choices()) if isinstance(fitted, str) else "")
-        raise _refusal(name, fitted, expected, where)
+        raise refusal(name, fitted, expected, where)
     return fitted
 
 

@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 logger = logging.getLogger("treeflash_jax")
 
-QUOTED = 60  # most characters of a value in a message
+LONGEST_VALUE = 60  # most characters of a value in a message
 LONGEST_PATH = 120  # most characters of a path in a message
-LINE = 300  # most characters of a message
+LONGEST_MESSAGE = 300  # most characters of a message
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, except tabs and line breaks
 
 _short = reprlib.Repr()
-_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, QUOTED, QUOTED, QUOTED
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, LONGEST_VALUE, LONGEST_VALUE, LONGEST_VALUE
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 
 
-def quoted(value: Any, size: int = QUOTED) -> str:
+def quoted(value: Any, size: int = LONGEST_VALUE) -> str:
     """Formats any value for a message: one line of at most `size` characters."""
     try:
         text = _short.repr(value)
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
-def clipped(text: object, size: int = LINE) -> str:
+def clipped(text: object, size: int = LONGEST_MESSAGE) -> str:
     """Formats text, such as an error or a name from a file, as one line of at most `size` characters for a message."""
     line = printable(" ".join(str(text).split()))
     return line if len(line) <= size else line[: size - 4] + " ..."

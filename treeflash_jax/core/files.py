@@ -21,7 +21,7 @@ from typing import Any
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.error_text import LONGEST_PATH, clipped
 
-LAST = "config.json"  # written last: a folder without it is no model
+WRITTEN_LAST = "config.json"  # a folder without it is no model
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.gguf")
 PART = re.compile(r"\..+\.part-[0-9a-f]{16}")  # names of unfinished outputs
 DAY = 24 * 60 * 60
@@ -212,7 +212,7 @@ def errors_named(target: str | os.PathLike) -> Iterator[None]:
 def _names(folder: Path) -> list[Path]:
     """Returns the names of all files in a folder and its subfolders, config.json last."""
     inside = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return sorted(inside, key=lambda name: (name.name == LAST, name))
+    return sorted(inside, key=lambda name: (name.name == WRITTEN_LAST, name))
 
 
 def _upload(folder: Path, url: str) -> None:
@@ -230,8 +230,8 @@ def _move(part: Path, target: Path) -> None:
     for name in names:
         if (target / name).is_dir():
             raise ValueError(f"{target / name} is a folder, expected a file or none; give a new folder")
-    if Path(LAST) in names:
-        (target / LAST).unlink(missing_ok=True)
+    if Path(WRITTEN_LAST) in names:
+        (target / WRITTEN_LAST).unlink(missing_ok=True)
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(part / name, target / name)

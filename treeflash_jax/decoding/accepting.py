@@ -153,7 +153,7 @@ def _log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array, top: int) -> LogProb
 
 def score_tokens(
     weights: Weights,
-    config: ModelConfig,
+    verifier: ModelConfig,
     log_probs: LogProbs,
     hidden_btd: jax.Array,
     next_bt: jax.Array,
@@ -165,7 +165,6 @@ def score_tokens(
     At most CHUNK_BYTES of logits exist at a time.
 
     Args:
-      config: config of the verifier.
       hidden_btd: hidden states at the positions before the tokens.
       next_bt: the tokens. Entries are ignored if `is_known_bt` is False.
       positions_bt: positions of the tokens in the text.
@@ -173,9 +172,9 @@ def score_tokens(
     top = log_probs.top_bsk.shape[-1]
 
     def score(hidden_bxd: jax.Array, next_bx: jax.Array) -> LogProbs:
-        return _log_probs(decoder.logits(weights.verifier, config, hidden_bxd), next_bx, top)
+        return _log_probs(decoder.logits(weights.verifier, verifier, hidden_bxd), next_bx, top)
 
-    new = vocab.by_chunks(score, config.vocab_size, hidden_btd, next_bt)
+    new = vocab.by_chunks(score, verifier.vocab_size, hidden_btd, next_bt)
     at_bt = jnp.where(is_known_bt, positions_bt, log_probs.token_bs.shape[1])
     write = jax.vmap(lambda x_s, at_t, new_t: x_s.at[at_t].set(new_t, mode="drop"))
     written = jax.tree.map(lambda x_bs, new_bt: write(x_bs, at_bt, new_bt), log_probs, new)

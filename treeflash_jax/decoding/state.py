@@ -31,7 +31,7 @@ class SharedPlan:
       prefill_attention: attention implementation of prefill.
       prefill_chunk: maximal number of prompt tokens per prefill pass.
       prefill_passes: number of prefill passes per dispatch.
-      kernels: kernels of the verifier for other operations, one of `kernels.SETS`; None for XLA's operations.
+      kernels: kernels of the verifier for other operations, one of `kernels.KERNEL_SETS`; None for XLA's operations.
       stacks_cache: whether the verifier's cache has one state for all layers of a kind (`caches.allocate`).
       residual_dtype: dtype of the verifier's residual stream and logits; None: the weights' dtype.
       log_probs: whether to record the verifier's log-probability of every emitted token.

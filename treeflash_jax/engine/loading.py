@@ -34,7 +34,7 @@ from treeflash_jax.formats import draft_vocabulary, kept_weights, model_files
 from treeflash_jax.formats.model_files import ModelFiles, open_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models.decoder import merge
-from treeflash_jax.models.quantized import NONE
+from treeflash_jax.models.quantized import NO_SCHEME
 
 
 @clipping
@@ -172,7 +172,7 @@ def _choose_schemes(
     drafted = pair.drafter.stored_scheme() if drafter and drafter.keeps_weights else None
     if requested is None:
         return keep_if_it_pays(pair.verifier.stored_scheme()), keep_if_it_pays(drafted)
-    return None if requested == NONE else requested, drafted if kept_weights.can_keep(requested, drafted) else None
+    return None if requested == NO_SCHEME else requested, drafted if kept_weights.can_keep(requested, drafted) else None
 
 
 def _fit_drafter(pair: _Pair, thinking: bool) -> Drafter | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.core.error_text import QUOTED, clipped, quoted
+from treeflash_jax.core.error_text import LONGEST_VALUE, clipped, quoted
 from treeflash_jax.formats.keys import Keys
 
 # Types of metadata values: for numbers, their dtypes; then other types.
@@ -135,7 +135,7 @@ def _read(path: Path, size: int, changed: int) -> File:
     tensors: dict[str, GgufTensor] = {}
     for name, at, shape, kind in sorted(infos, key=lambda info: info[1]):
         if at % alignment or at < end or name in tensors:
-            what = f"tensor {clipped(name, QUOTED)} at byte {at}"
+            what = f"tensor {clipped(name, LONGEST_VALUE)} at byte {at}"
             expected = f"another name at a multiple of {alignment} that is at least {end}"
             raise ValueError(f"{path} is damaged: got {what}, expected {expected}; download it again")
         tensors[name] = _tensor(path, data, start + at, name, shape, kind)
@@ -205,7 +205,7 @@ class _Header:
 
 
 def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> GgufTensor:
-    gguf, name = package(), clipped(name, QUOTED)
+    gguf, name = package(), clipped(name, LONGEST_VALUE)
     try:
         kind = gguf.GGMLQuantizationType(number)
         block, size = gguf.GGML_QUANT_SIZES[kind]

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.dtypes import bits
-from treeflash_jax.core.error_text import QUOTED, clipped
+from treeflash_jax.core.error_text import LONGEST_VALUE, clipped
 from treeflash_jax.core.parameters import Entry, Params, Spec, inside, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # metadata of files that `save` writes
@@ -27,7 +27,7 @@ CHECKED_AT_ONCE = 2**17
 READ_AT_ONCE = 2**20  # numbers to read before converting: new memory costs more time than reading
 FLOAT8 = "F8_E4M3"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
+STORED_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
 WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8", "I4")
 
 
@@ -114,7 +114,7 @@ def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any,
     unknown = sorted(n for n in set(tensors) - set(wanted) if not n.endswith("rotary_emb.inv_freq"))
     unknown = [name for name in unknown if not name.endswith(".bias") or np.any(tensors[name][...])]  # GPTQ adds zeros
     if unknown:
-        raise ValueError(f"{where}: unknown tensors: {len(unknown)}, the first is {clipped(unknown[0], QUOTED)}")
+        raise ValueError(f"{where}: unknown tensors: {len(unknown)}, the first is {clipped(unknown[0], LONGEST_VALUE)}")
     for name, (shape, kind) in wanted.items():
         tensor = tensors[name]
         if tuple(tensor.get_shape()) != shape:
@@ -215,7 +215,7 @@ def save(path: Path, specs: Any, entries: Any, params: Params, dtype: DTypeLike)
     for name in names:
         shape, begin = tensors[name][0].entry.disk_shape(tensors[name][0].spec), end
         end += math.prod(shape) * kinds[name].itemsize
-        header[name] = {"dtype": DTYPES[kinds[name].name], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": STORED_DTYPES[kinds[name].name], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from treeflash_jax.core.error_text import LONGEST_PATH, QUOTED, clipped, quoted
+from treeflash_jax.core.error_text import LONGEST_PATH, LONGEST_VALUE, clipped, quoted
 from treeflash_jax.core.json_files import read_json
 from treeflash_jax.formats.storage import FLOAT8
 
@@ -33,7 +33,8 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
         held = {name: {*handle.keys()} for name, handle in handles.items()}
         for tensor, name in listed.items():
             if tensor not in held[name]:
-                raise ValueError(f"{folder / name}: no tensor {clipped(tensor, QUOTED)}, which the index says it holds")
+                shown = clipped(tensor, LONGEST_VALUE)
+                raise ValueError(f"{folder / name}: no tensor {shown}, which the index says it holds")
         listed = listed or {tensor: name for name in held for tensor in held[name]}
         tensors = {tensor: handles[name].get_slice(tensor) for tensor, name in listed.items()}
         mapped = {name for tensor, name in listed.items() if tensors[tensor].get_dtype() == FLOAT8}
@@ -98,7 +99,7 @@ def _listed(folder: Path) -> dict[str, str]:
         raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
     for tensor, name in listed.items():
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
-            got = f"{quoted(name)} for tensor {clipped(tensor, QUOTED)}"
+            got = f"{quoted(name)} for tensor {clipped(tensor, LONGEST_VALUE)}"
             raise ValueError(f"{index}: got {got}, expected the name of a file in this folder")
     return listed
 

@@ -46,7 +46,7 @@ DTYPES = {
     "mxfp4": jnp.dtype(jnp.float4_e2m1fn),
 }
 SCHEMES = tuple(DTYPES)
-NONE = "none"  # value of settings: no scheme, even for quantised files
+NO_SCHEME = "none"  # value of settings: no scheme, even for quantised files
 LARGEST = {"int8": 127, "fp8": 448, "int4": 7, "mxfp4": 6}
 SCALE_BLOCK = 128
 BLOCKS = {"fp8": (SCALE_BLOCK, SCALE_BLOCK), "int4": (1, SCALE_BLOCK), "mxfp4": (1, 32)}  # outputs and inputs of a block

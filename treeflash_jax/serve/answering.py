@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from functools import partial
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -63,7 +63,7 @@ class Answering:
             submission.pieces.put_nowait(ServerEnds("the server ends"))
             self.worker.cancel(submission)
 
-    async def answer(self, request: Request, kind: type[Exchange]) -> Response:
+    async def answer(self, request: HttpRequest, kind: type[Exchange]) -> Response:
         """Returns the response to a request in the form of a protocol. Raises as `CallReader.make_submission`, and Gone."""
         if self.worker.error is not None:
             raise HTTPException(503, "decoding ended; see the server's log")
@@ -98,12 +98,12 @@ class Answering:
         except Exception as reason:
             raise _failure(reason) from None
 
-    async def count(self, request: Request, kind: type[Exchange]) -> Response:
+    async def count(self, request: HttpRequest, kind: type[Exchange]) -> Response:
         """Returns the response to a request for the number of a prompt's tokens. Raises ValueError and HTTPException."""
         exchange, call = await self.reader.read(request, kind, kind.counted_kind)
         return JSONResponse(exchange.count(sum(map(len, await self.reader.encode(call)))))
 
-    async def _submit(self, request: Request, kind: type[Exchange]) -> tuple[Exchange, ServerCall, Submission, int]:
+    async def _submit(self, request: HttpRequest, kind: type[Exchange]) -> tuple[Exchange, ServerCall, Submission, int]:
         if self._has_ended:
             raise ServerEnds("the server ends")
         exchange, call = await self.reader.read(request, kind, kind.body_kind)
@@ -117,7 +117,7 @@ class Answering:
         self.worker.cancel(submission)
 
 
-async def wait_until_gone(request: Request) -> None:
+async def wait_until_gone(request: HttpRequest) -> None:
     """Waits until the client is gone, or has its whole answer."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

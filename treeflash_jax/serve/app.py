@@ -4,7 +4,8 @@ import hmac
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -70,10 +71,10 @@ def make_app(
     return app
 
 
-def make_key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
+def make_key_check(key: str | None) -> Callable[[HttpRequest], Awaitable[None]]:
     """Returns a check that raises HTTPException for a request without the key. If the key is None, it allows everything."""
 
-    async def check(request: Request) -> None:
+    async def check(request: HttpRequest) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if key is not None and not hmac.compare_digest(given.strip().encode(), key.encode()):
@@ -85,7 +86,7 @@ def make_key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
 
 def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], needs: list[Any]) -> None:
     @app.post(protocol.path, dependencies=needs, openapi_extra=describe(protocol.body_kind))
-    async def answer(request: Request) -> Any:
+    async def answer(request: HttpRequest) -> Any:
         return await answering.answer(request, protocol)
 
     router = APIRouter(dependencies=needs)
@@ -95,7 +96,7 @@ def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], n
     if protocol.counting_path is not None:
 
         @app.post(protocol.counting_path, dependencies=needs, openapi_extra=describe(protocol.counted_kind))
-        async def count(request: Request) -> Any:
+        async def count(request: HttpRequest) -> Any:
             return await answering.count(request, protocol)
 
 
@@ -152,36 +153,36 @@ def add_error_handlers(app: FastAPI) -> None:
     """Gives errors the form of the requested path's protocol, by default OpenAI's. Messages are those of the exceptions."""
 
     def respond(
-        request: Request, status: int, message: str, headers: dict[str, str] | None = None, **more: Any
+        request: HttpRequest, status: int, message: str, headers: dict[str, str] | None = None, **more: Any
     ) -> Response:
         protocol = protocol_at(request.url.path)
         return JSONResponse(protocol.error(status, message, **more), status, headers)
 
     @app.exception_handler(ValueError)
-    async def refuse(request: Request, reason: ValueError) -> Response:
+    async def refuse(request: HttpRequest, reason: ValueError) -> Response:
         param = reason.name if isinstance(reason, WrongValue) and reason.name.replace(".", "_").isidentifier() else None
         return respond(request, 400, clipped(reason), param=param)
 
     @app.exception_handler(ValidationError)
-    async def refuse_body(request: Request, reason: ValidationError) -> Response:
+    async def refuse_body(request: HttpRequest, reason: ValidationError) -> Response:
         first = reason.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         return respond(request, 400, clipped(f"{place or 'body'}: {first['msg']}"), param=clipped(place, 60) or None)
 
     @app.exception_handler(QueueFull)
-    async def refuse_for_now(request: Request, reason: QueueFull) -> Response:
+    async def refuse_for_now(request: HttpRequest, reason: QueueFull) -> Response:
         return respond(request, 429, str(reason), {"retry-after": "1"}, code="queue_full")
 
     @app.exception_handler(HTTPException)
-    async def refuse_otherwise(request: Request, reason: HTTPException) -> Response:
+    async def refuse_otherwise(request: HttpRequest, reason: HTTPException) -> Response:
         detail = reason.detail if isinstance(reason.detail, dict) else {"message": clipped(reason.detail)}
         return respond(request, reason.status_code, **detail)
 
     @app.exception_handler(RuntimeError)
-    async def fail(request: Request, reason: RuntimeError) -> Response:
+    async def fail(request: HttpRequest, reason: RuntimeError) -> Response:
         return respond(request, 503 if isinstance(reason, ServerEnds) else 500, clipped(reason))
 
     @app.exception_handler(Gone)
     @app.exception_handler(ClientDisconnect)
-    async def drop(_: Request, __: Exception) -> Response:
+    async def drop(_: HttpRequest, __: Exception) -> Response:
         return Response(status_code=499)  # never received, because the connection is closed

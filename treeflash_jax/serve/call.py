@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from treeflash_jax.constraints.compilation import NAMES
+from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES
 from treeflash_jax.core.checks import WrongValue, expect
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.prompts import Chat, Prompt
@@ -87,7 +87,7 @@ class ServerCall:
     @property
     def has_structure(self) -> bool:
         """True if the client requested a structure for the content of answers."""
-        return any(name in self.settings for name in NAMES)
+        return any(name in self.settings for name in CONSTRAINT_NAMES)
 
 
 class Usage(NamedTuple):

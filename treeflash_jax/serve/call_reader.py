@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -39,7 +39,7 @@ class CallReader:
         self.compiler = Compiler(worker.request_maker.compile, COMPILING)
         self._ignored: set[str] = set()
 
-    async def parse(self, request: Request, kind: type[B]) -> B:
+    async def parse(self, request: HttpRequest, kind: type[B]) -> B:
         """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
         data, content_type = await request.body(), request.headers.get("content-type", "")
         limit = self.worker.request_maker.text_limit
@@ -48,7 +48,9 @@ class CallReader:
         self.check_model(body.model)
         return body
 
-    async def read(self, request: Request, kind: type[Exchange], body_kind: type[BaseModel]) -> tuple[Exchange, ServerCall]:
+    async def read(
+        self, request: HttpRequest, kind: type[Exchange], body_kind: type[BaseModel]
+    ) -> tuple[Exchange, ServerCall]:
         """Returns the exchange of a request in a form of body, and its call. Raises ValueError and HTTPException."""
         body = await self.parse(request, body_kind)
         exchange = kind(body, self.served)

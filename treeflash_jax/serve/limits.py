@@ -18,7 +18,7 @@ from treeflash_jax.serve.protocols import protocol_at
 
 MOST_BODY_BYTES = 4 * 2**20
 MOST_BRACKETS = 2**16  # number of brackets in a body, outside of its longest text
-SECONDS = {h11.IDLE: 10, h11.SEND_BODY: 30}  # for the headers of a request, and for its body
+REQUEST_SECONDS = {h11.IDLE: 10, h11.SEND_BODY: 30}  # for the headers of a request, and for its body
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -27,7 +27,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._timed: Any = None  # state of h11 for which the timer was set; a key of SECONDS has a limit
+        self._timed: Any = None  # state of h11 for which the timer was set; a key of REQUEST_SECONDS has a limit
         self._timer: asyncio.TimerHandle | None = None
         self._set_timer()
 
@@ -45,8 +45,8 @@ class TimedProtocol(H11Protocol):
             return
         self._stop_timer()
         self._timed = state
-        if state in SECONDS:
-            self._timer = self.loop.call_later(SECONDS[state], self.transport.close)
+        if state in REQUEST_SECONDS:
+            self._timer = self.loop.call_later(REQUEST_SECONDS[state], self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -6,7 +6,7 @@ from treeflash_jax.engine.answers.results import Result, Score
 from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-LEAST = -9999.0  # in place of -inf, which JSON does not have
+LEAST_LOG_PROB = -9999.0  # in place of -inf, which JSON does not have
 
 
 class Token(NamedTuple):
@@ -64,7 +64,7 @@ class PositionReader:
         text, data = self._answer.next_token(id) if self._answer else (str(id), None)
         if text.endswith(REPLACEMENT_CHARACTER) and not ends:
             text = ""
-        log_prob = None if log_prob is None else max(log_prob, LEAST)
+        log_prob = None if log_prob is None else max(log_prob, LEAST_LOG_PROB)
         return Token(id, text, None if data is None else [*data], log_prob)
 
 

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from treeflash_jax.engine.answers.results import Result
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SECOND_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
@@ -26,9 +26,9 @@ class Metrics:
         self.tau = Gauge("tau", "mean number of tokens that a round added", **place)
         self.running = Gauge("running", "answers in slots", **place)
         self.waiting = Gauge("waiting", "answers that wait for a slot", **place)
-        self.first_token = Histogram("first_token_seconds", "time to the first token", buckets=SECONDS, **place)
-        self.gap = Histogram("gap_seconds", "time between two pieces of an answer", buckets=SECONDS, **place)
-        self.between = Histogram("token_seconds", "mean time between tokens of an answer", buckets=SECONDS, **place)
+        self.first_token = Histogram("first_token_seconds", "time to the first token", buckets=SECOND_BUCKETS, **place)
+        self.gap = Histogram("gap_seconds", "time between two pieces of an answer", buckets=SECOND_BUCKETS, **place)
+        self.between = Histogram("token_seconds", "mean time between tokens of an answer", buckets=SECOND_BUCKETS, **place)
         self._num_rounds, self._num_added = 0, 0
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from treeflash_jax.constraints.compilation import NAMES, as_tag
+from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, as_tag
 from treeflash_jax.core.error_text import warn
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.formats.messages import find_format
@@ -40,7 +40,7 @@ def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]
 def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns the settings of a call. If calls of functions are constrained, its constraint is a structural tag."""
     tools, functions = call.tools, call.tools.functions
-    given = {name: call.settings[name] for name in NAMES if name in call.settings}
+    given = {name: call.settings[name] for name in CONSTRAINT_NAMES if name in call.settings}
     is_constrained = bool(given) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
     if tokenizer is None or not functions or not is_constrained or not find_format(tokenizer).writes_calls:
         return call.settings

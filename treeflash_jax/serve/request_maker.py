@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from treeflash_jax.constraints.compilation import NAMES, Constraint, answer_constraint, compile_constraint
+from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint, answer_constraint, compile_constraint
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.processors import PROCESSORS
 from treeflash_jax.engine.call.prompts import Prompt, encode_each
@@ -74,7 +74,7 @@ class RequestMaker:
 
         Raises ValueError for wrong JSON, and for any constraint if the server supports none.
         """
-        for kind in NAMES:
+        for kind in CONSTRAINT_NAMES:
             if kind in settings:
                 expect(self.sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
                 value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])

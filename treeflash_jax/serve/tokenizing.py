@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
 from treeflash_jax.core.checks import expect
@@ -53,13 +54,13 @@ def add_tokenizing(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
         return reader.worker.model.tokenizer
 
     @app.post("/tokenize", dependencies=needs)
-    async def tokenize(request: Request) -> Any:
+    async def tokenize(request: HttpRequest) -> Any:
         body = await reader.parse(request, TokenizeBody)
         ids = await reader.threads.run(lambda: body.ids(reader, tokenizer()))
         return {"count": len(ids), "max_model_len": reader.worker.request_maker.context, "tokens": ids}
 
     @app.post("/detokenize", dependencies=needs)
-    async def detokenize(request: Request) -> Any:
+    async def detokenize(request: HttpRequest) -> Any:
         body = await reader.parse(request, DetokenizeBody)
         size = reader.worker.model.verifier.vocab_size
         outside = [id for id in body.tokens if not 0 <= id < size]

@@ -17,11 +17,11 @@ from treeflash_jax.constraints.compiler.terms import (
 )
 
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of code points, both ends included
-LAST = 0x10FFFF
+LAST_CODE_POINT = 0x10FFFF
 HALVES = ((0xD800, 0xDFFF),)  # surrogates: halves of characters in UTF-16, which are not characters
 SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 NO_UTF8 = 0xFF  # a byte of no text
-UTF8_STEPS = (0x7F, 0x7FF, 0xFFFF, LAST)  # last code point of one byte, two, three and four
+UTF8_STEPS = (0x7F, 0x7FF, 0xFFFF, LAST_CODE_POINT)  # last code point of one byte, two, three and four
 
 
 def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -39,7 +39,7 @@ def invert(ranges: Ranges) -> Ranges:
     """Returns all other characters."""
     merged = merge((*ranges, *HALVES))
     starts = [0, *(last + 1 for _, last in merged)]
-    ends = [*(first - 1 for first, _ in merged), LAST]
+    ends = [*(first - 1 for first, _ in merged), LAST_CODE_POINT]
     return tuple((first, last) for first, last in zip(starts, ends, strict=True) if first <= last)
 
 
@@ -81,7 +81,8 @@ def _is_escaped(point: int) -> bool:
 
 
 def _without_escaped(first: int, last: int) -> list[tuple[int, int]]:
-    return [(max(a, first), min(b, last)) for a, b in ((32, 33), (35, 91), (93, LAST)) if max(a, first) <= min(b, last)]
+    unescaped = (32, 33), (35, 91), (93, LAST_CODE_POINT)
+    return [(max(a, first), min(b, last)) for a, b in unescaped if max(a, first) <= min(b, last)]
 
 
 def quote(text: str) -> str:

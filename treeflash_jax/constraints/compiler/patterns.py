@@ -11,7 +11,7 @@ import unicodedata
 from functools import cache
 from typing import NamedTuple, NoReturn
 
-from treeflash_jax.constraints.compiler.characters import LAST, Ranges, RangeWriter, invert, merge, texts
+from treeflash_jax.constraints.compiler.characters import LAST_CODE_POINT, Ranges, RangeWriter, invert, merge, texts
 from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.terms import EMPTY, NOTHING, Term, concat, repeat, union
 
@@ -229,7 +229,7 @@ class _Parser:
             end = self.pattern.find("}", self.at)
             point = self._read_hex(end - self.at, start)
             self.at = end + 1
-            if point > LAST:
+            if point > LAST_CODE_POINT:
                 self.refuse("no character", start)
             return point
         point = self._read_hex(4, start)
@@ -287,4 +287,5 @@ class _Parser:
 @cache
 def _category(name: str) -> Ranges:
     """Returns the characters of a general category of Unicode, of one letter or two."""
-    return merge((point, point) for point in range(LAST + 1) if unicodedata.category(chr(point)).startswith(name))
+    points = range(LAST_CODE_POINT + 1)
+    return merge((point, point) for point in points if unicodedata.category(chr(point)).startswith(name))

@@ -7,7 +7,7 @@ DFlash2's layers also have convolutions over the slots of the block, before and 
 The deltas of both sides are computed from the normed input of attention or feed-forward part, one per group of channels.
 
 Shape suffixes: b batch, t positions, j tapped layers x model, d model, y sides (before, after), a taps, g groups of
-channels. `sizes` is the config of the layers.
+channels.
 
 Source: DFlash (arXiv 2602.06036) section 4. The TreeFlash head (arXiv 2606.03819) is on the same backbone. DFlash2: NeMo
 AutoModel.
@@ -29,14 +29,14 @@ CONVOLVED = ("attention", "mlp")
 SIDES, TAPS = 2, 2
 
 
-def specs(sizes: ModelConfig, num_taps: int, conv_group: int = 0) -> dict[str, Any]:
+def specs(config: ModelConfig, num_taps: int, conv_group: int = 0) -> dict[str, Any]:
     """Returns the specs of a backbone that reads `num_taps` layers of the verifier.
 
     Args:
       conv_group: number of channels per group of the convolutions; 0: no convolutions.
     """
-    d = sizes.hidden_size
-    layer = layers.layer_specs(sizes)
+    d = config.hidden_size
+    layer = layers.layer_specs(config)
     if conv_group:
         kernel = Spec((SIDES, TAPS, d // conv_group, d), (None, None, None, "embed"), inputs=(3,), outputs=(0, 1, 2))
         layer |= {f"{name}_conv": Spec((SIDES, TAPS, d), (None, None, None)) for name in CONVOLVED}
@@ -44,27 +44,27 @@ def specs(sizes: ModelConfig, num_taps: int, conv_group: int = 0) -> dict[str, A
     return {
         "fc": Spec((num_taps * d, d), ("embed", None), inputs=(0,), outputs=(1,)),
         "hidden_norm": Spec((d,), (None,), "ones"),
-        "groups": [[dict(layer) for _ in range(sizes.num_layers)]],
+        "groups": [[dict(layer) for _ in range(config.num_layers)]],
         "norm": Spec((d,), (None,), "ones"),
     }
 
 
-def fuse(params: Params, sizes: ModelConfig, features_btj: jax.Array) -> jax.Array:
+def fuse(params: Params, config: ModelConfig, features_btj: jax.Array) -> jax.Array:
     """Returns RMSNorm(fc(features)), the context input of every layer, [b, t, d]."""
     fused_btd = quantized.product("btj,jd->btd", features_btj, params["fc"])
-    return layers.rms_norm(fused_btd, params["hidden_norm"], sizes.rms_norm_eps)
+    return layers.rms_norm(fused_btd, params["hidden_norm"], config.rms_norm_eps)
 
 
-def context_kv(params: Params, sizes: ModelConfig, features_btj: jax.Array, positions_bt: jax.Array) -> kv_cache.NewKV:
+def context_kv(params: Params, config: ModelConfig, features_btj: jax.Array, positions_bt: jax.Array) -> kv_cache.NewKV:
     """Returns keys and values [b, t, k, e] of the context at these positions, per layer."""
-    table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
-    fused_btd = fuse(params, sizes, features_btj)
-    return tuple(layers.keys_values(weights, sizes, fused_btd, table) for weights in decoder.each_layer(params))
+    table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
+    fused_btd = fuse(params, config, features_btj)
+    return tuple(layers.keys_values(weights, config, fused_btd, table) for weights in decoder.each_layer(params))
 
 
 def through_layers(
     params: Params,
-    sizes: ModelConfig,
+    config: ModelConfig,
     x_btd: jax.Array,
     positions_bt: jax.Array,
     context: Iterable[Any],
@@ -77,16 +77,16 @@ def through_layers(
       context: for each layer, the context that `attend` gets.
       attend: function of queries, keys, values and the layer's context; returns mixed values [b, t, h, e].
     """
-    table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
+    table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
 
     @jax.jit  # traced once for all equal layers; XLA inlines the calls
     def layer(weights, x_btd, seen):
         def attention(x_btd):
-            new = layers.keys_values(weights, sizes, x_btd, table)
-            return layers.project_output(weights, attend(layers.queries(weights, sizes, x_btd, table), *new, seen))
+            new = layers.keys_values(weights, config, x_btd, table)
+            return layers.project_output(weights, attend(layers.queries(weights, config, x_btd, table), *new, seen))
 
         for name, run in {"attention": attention, "mlp": partial(layers.swiglu, weights)}.items():
-            normed_btd = layers.rms_norm(x_btd, weights[f"{name}_norm"], sizes.rms_norm_eps)
+            normed_btd = layers.rms_norm(x_btd, weights[f"{name}_norm"], config.rms_norm_eps)
             x_btd = x_btd + convolved(weights, name, normed_btd, run)
         return sharding.constrain(x_btd, ("batch", None, None))
 

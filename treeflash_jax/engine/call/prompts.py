@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import Any
 
 from treeflash_jax.core.checks import coerce, expect, hint
-from treeflash_jax.core.error_text import QUOTED, clipped, quoted
+from treeflash_jax.core.error_text import LONGEST_VALUE, clipped, quoted
 from treeflash_jax.formats.text_limit import TextLimit
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -157,7 +157,7 @@ def read_messages(record: Any) -> list[dict[str, str]]:
         raise ValueError(f"got turns {quoted(value)}, expected a list of one or more texts")
     if not isinstance(value, list) or not value:
         keys = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"got keys {clipped(keys, QUOTED)}, expected {RECORD_FORMS}")
+        raise ValueError(f"got keys {clipped(keys, LONGEST_VALUE)}, expected {RECORD_FORMS}")
     messages = []
     for message in value:
         role, content = (

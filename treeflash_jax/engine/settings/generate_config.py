@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.constraints.compilation import DEPTH, as_json
+from treeflash_jax.constraints.compilation import SCHEMA_DEPTH, as_json
 from treeflash_jax.constraints.compile_bytes import MOST_STATES
 from treeflash_jax.core.checks import expect, refuse_unknown
 from treeflash_jax.core.settings import changed, field_names, setting, validate
@@ -16,7 +16,7 @@ from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.engine.settings.defaults import LARGE_VOCABULARY, PLAIN_CPU, TPU
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.attention import IMPLEMENTATIONS
-from treeflash_jax.models.kernels import SETS
+from treeflash_jax.models.kernels import KERNEL_SETS
 from treeflash_jax.trees import BUILDERS
 from treeflash_jax.trees.tree_inputs import MAX_NODES, TreeShape
 
@@ -123,7 +123,7 @@ class GenerateConfig:
         "JSON schema that the answer follows: a dictionary, JSON text or a pydantic model", spelled=as_json
     )
     schema_depth: int = sampling_setting(
-        DEPTH,
+        SCHEMA_DEPTH,
         "levels of arrays and objects that an answer may have wherever its schema sets no form, or contains itself",
         least=1,
         most=MAX_DEPTH,
@@ -284,7 +284,7 @@ class GenerateConfig:
         "layers, FP8 weights and, with attention mosaic-gpu, norms and additions on H100 and H200 (jax 0.12); pallas-tpu "
         "for recurrent layers",
         unset="XLA's operations",
-        choices=lambda: SETS,
+        choices=lambda: KERNEL_SETS,
     )
     log_probs: bool = running_setting(False, "also return the verifier's log-probability of every token")
     top_log_probs: int = running_setting(

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from treeflash_jax.core.dtypes import FLOATS, dtype_setting
 from treeflash_jax.core.settings import setting, validate
 from treeflash_jax.engine.settings import pairs
-from treeflash_jax.models.quantized import NONE, SCHEMES
+from treeflash_jax.models.quantized import NO_SCHEME, SCHEMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class ModelOptions:
         "the quantised verifier. none expands quantised files to the dtype",
         unset="none; but quantised files are kept as they are on GPUs and TPUs if that reads fewer bytes, or if expanded "
         "weights do not fit",
-        choices=lambda: (*SCHEMES, NONE),
+        choices=lambda: (*SCHEMES, NO_SCHEME),
     )
     mesh: Mesh | str | None = setting(
         None,

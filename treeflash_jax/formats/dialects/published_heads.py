@@ -23,7 +23,7 @@ from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
 from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder
 from treeflash_jax.formats.keys import Keys, find_key
-from treeflash_jax.formats.storage import DTYPES, Tensor
+from treeflash_jax.formats.storage import STORED_DTYPES, Tensor
 
 PATH_CANDIDATES = 64  # per depth, as in published trees with heads that follow the path
 
@@ -158,7 +158,7 @@ class Squeezed:
         return self.values.shape
 
     def get_dtype(self) -> str:
-        return DTYPES.get(self.values.dtype.name, self.values.dtype.name)
+        return STORED_DTYPES.get(self.values.dtype.name, self.values.dtype.name)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.values[index]

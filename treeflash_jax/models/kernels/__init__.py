@@ -59,7 +59,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {  # by operation, then by name of the a
     "product by blocks": {"mosaic-gpu": _mosaic_gpu("block_products_mosaic")},
     "delta rule": {"mosaic-gpu": _mosaic_gpu("delta_rule_mosaic"), "pallas-tpu": Kernel("delta_rule_tpu", "tpu")},
 }
-SETS = ("mosaic-gpu", "pallas-tpu")  # sets of kernels for operations other than attention
+KERNEL_SETS = ("mosaic-gpu", "pallas-tpu")  # sets of kernels for operations other than attention
 
 # `with use(name):` chooses a set for everything traced inside. For another set, JAX traces a function again.
 use = jax.make_user_context(default_value=None)

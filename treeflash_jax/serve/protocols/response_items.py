@@ -4,7 +4,7 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-from treeflash_jax.core.checks import expect
+from treeflash_jax.core.checks import expect, refusal
 
 TEXTS = ("input_text", "output_text", "text")  # parts of messages that are text
 ITEMS = "message, reasoning, function_call, function_call_output or item_reference"
@@ -95,11 +95,11 @@ def check_item(item: dict[str, Any], place: str) -> None:
         try:
             _thoughts(item)
         except ValueError:
-            expect(False, f"{place}.encrypted_content", encoded, "what this server has written")
+            raise refusal(f"{place}.encrypted_content", encoded, "what this server has written") from None
     elif kind == "item_reference":
         _check_strings(item, place, "id")
     else:
-        expect(False, f"{place}.type", kind, ITEMS)
+        raise refusal(f"{place}.type", kind, ITEMS)
 
 
 def _check_strings(item: dict[str, Any], place: str, *names: str) -> None:
