@@ -295,6 +295,21 @@ def test_other_prompts_are_answered_anew(tmp_path, rehearsed):
         assert rehearsed(settings_of(write_lines(tmp_path / "asked.jsonl", lines), tmp_path / "pair"))[:1] == ["respond"]
 
 
+def test_what_another_command_just_finished_is_not_run_again(prompts, tmp_path, rehearsed, monkeypatch):
+    """It ends while this command checks its settings."""
+    settings, record = settings_of(prompts, tmp_path / "pair"), tmp_path / "pair" / "stages.json"
+    rehearsed(settings)
+    finished, check = record.read_text(), compose.Composer.check_settings
+
+    def finish(composer):
+        check(composer)
+        record.write_text(finished)
+
+    monkeypatch.setattr(compose.Composer, "check_settings", finish)
+    record.write_text(finished.replace("true", "false"))
+    assert rehearsed(settings) == [] and record.read_text() == finished
+
+
 def test_a_stage_that_goes_on_keeps_what_was_chosen_by_rule(prompts, tmp_path, rehearsed, monkeypatch):
     """Other answers would lead to another mask token; only size and mesh change."""
     make = partial(settings_of, prompts, tmp_path / "pair")
