@@ -1,5 +1,6 @@
 """`bench run`: what is measured, how a run is resumed, and what is refused."""
 
+import doctest
 import sys
 from collections import Counter
 from copy import copy, deepcopy
@@ -93,6 +94,14 @@ def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
     assert min(record["seconds"] for record in records) > 0
     answers = Counter((record["prompt_id"], str(record["ids"])) for record in records)
     assert [*answers.values()] == 4 * [3], "the systems of one temperature agree"
+
+
+def test_the_example_of_a_system_runs(fake, tiny, monkeypatch):
+    monkeypatch.setattr(tf, "load", lambda name: tiny)
+    [example] = doctest.DocTestFinder(recurse=False).find(harness.System, globs={**vars(harness)})
+    assert doctest.DocTestRunner().run(example, clear_globs=False) == (0, 2)
+    [record] = example.globs["records"]
+    assert record["settings"]["batch_size"] == 1
 
 
 def test_first_calls_and_calls_that_compile_are_made_again(fake, small, tmp_path):
