@@ -88,7 +88,7 @@ def test_check_finds_the_first_difference_and_says_what_it_means(random, monkeyp
     words += "prompt 0: equal up to rounding, .*near-tie: float32 rounding decides .*; not an error\n"
     assert re.fullmatch(words, out := capsys.readouterr().out)
     assert "PASS" not in out and "--dtype" not in out
-    assert "exact in float32: add --dtype float32" in bench_check.conclude(3, 1, 2, 90, "bfloat16")
+    assert "; float32 has far fewer: add --dtype float32" in bench_check.conclude(3, 1, 2, 90, "bfloat16")
 
 
 def test_the_verdict_names_the_first_difference_and_an_error_before_a_near_tie():
