@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA, PAIR, random_pair
-from refusals import mistake
+from refusals import mistake, refused
 from rich.console import Console
 from safetensors.numpy import load_file
 
@@ -277,6 +277,11 @@ def test_chat_sets_settings_and_the_system_message(heard, converse):
 ])  # fmt: skip
 def test_values_of_settings_are_typed_as_they_are(name, text, value):
     assert parse_value(name, text) == value
+
+
+def test_texts_that_begin_with_a_bracket_go_into_a_list():
+    refused(lambda: parse_value("stop", "[END]"), "got stop '[END]' (not valid JSON", 'list; for this text: ["[END]"]')
+    assert "for this text" not in refused(lambda: parse_value("logit_bias", "{5}"), "not valid JSON")
 
 
 def test_chat_saves_messages_that_a_prompt_file_reads(heard, converse, tmp_path, monkeypatch, capsys):
