@@ -78,8 +78,13 @@ def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
     (folder / "kept").touch()
     assert files.fetch("memory://models/drafter/") == folder and (folder / "kept").exists()
     assert files.fetch("memory://models/drafter/config.json").read_text() == "config.json"
-    system.pipe("/models/drafter/config.json", b"new")
-    assert (files.fetch("memory://models/drafter") / "config.json").read_text() == "new" and not folder.exists()
+    for used_since in (True, False):  # another process may still read what was used within a day
+        os.utime(folder.parent, (0, 0))
+        if used_since:
+            files.fetch("memory://models/drafter")
+        system.pipe("/models/drafter/config.json", f"new {used_since}".encode())
+        new = files.fetch("memory://models/drafter")
+        assert (new / "config.json").read_text() == f"new {used_since}" and folder.exists() == used_since
     message = refused(lambda: files.fetch("memory://models/other"))
     assert message == "memory://models/other cannot be read (no such file or folder)"
 

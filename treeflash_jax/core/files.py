@@ -90,12 +90,14 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
         with FileLock(folder.with_suffix(".lock")):
             if not target.parent.exists():
                 for old in folder.iterdir():
-                    shutil.rmtree(old)
+                    if old.stat().st_mtime < time.time() - DAY:  # another process may still read one used since
+                        shutil.rmtree(old)
                 with filled(target.parent) as part:
                     for path, name in names.items():
                         copy = part / target.name / name
                         copy.parent.mkdir(parents=True, exist_ok=True)
                         system.get_file(path, str(copy))
+            os.utime(target.parent)  # the time of its last use
     except Exception as error:  # file systems of different packages raise different classes
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         reason = clipped(str(error) or type(error).__name__, 120)  # for example, "Please install gcsfs to access ..."
