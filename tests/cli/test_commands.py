@@ -288,10 +288,11 @@ def test_chat_saves_messages_that_a_prompt_file_reads(heard, converse, tmp_path,
     path = tmp_path / "talk.jsonl"
     taken = tmp_path / "taken.jsonl"
     taken.write_text("taken")
-    saves = f"/save {path}", f"/save {taken}", f"/save {path}.txt", f"/save {tmp_path}/nowhere/a.jsonl"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saves = f"/save {path}", "/save ~/taken.jsonl", f"/save {path}.txt", f"/save {tmp_path}/nowhere/a.jsonl"
     printed = converse(saves[0], "Say “yes”.\nNow.", *saves, options=["--system", "Be short."])
     assert re.findall("error: (.{12})", printed.replace(str(tmp_path), "")) == [
-        "got no messa", "got file '/t", "got file '/t", "cannot write",
+        "got no messa", "got file '~/", "got file '/t", "cannot write",
     ]  # fmt: skip
     assert taken.read_text() == "taken" and f"wrote {path}" in printed.replace("\n", "")
     system, user = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Say “yes”.\nNow."}

@@ -120,7 +120,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hy
     ("anyway=false", "got a plan of 6 optimiser steps, expected at least 50"),
     ("passes=2", "got steps 6 and passes 2, expected one of them"),
     ("num_prompts=3", "got 3 prompts, expected at least 8"),
-    ("out=gs://bucket/pair", "got gs://bucket/pair, expected a local folder"),
+    ("out=gs://bucket/pair", "got gs://bucket/pair, expected a local path"),
 ])  # fmt: skip
 def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, word, message):
     refused(lambda: pair.main(settings_of(prompts, tmp_path / "pair", word)), message)

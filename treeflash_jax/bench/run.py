@@ -125,8 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = [BenchPrompt(id="ids", ids=parse_ids(arguments.prompt_ids))]
     temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
     others = parse_others(arguments, chosen)
-    files.check_output(arguments.out)
-    records = bench_records.read_records(arguments.out) if Path(arguments.out).is_file() else []
+    out = files.local(arguments.out)
+    files.check_output(out)
+    records = bench_records.read_records(out) if out.is_file() else []
     with ExitStack() as stack:
         measured = load_systems(arguments, chosen)
         base = measured[0]
@@ -134,13 +135,13 @@ def run(arguments: argparse.Namespace) -> int:
             program = stack.enter_context(Popen(shlex.split(command), bufsize=0, stdin=PIPE, stdout=PIPE))
             config = replace(base.config, builder="none")
             measured.append(Peer(name=name, model=base.model, config=config, command=command, program=program))
-        refuse_mismatches(measured, prompts, records, arguments.out)
-        files.write(arguments.out, "".join(json.dumps(record) + "\n" for record in records))  # drops a cut one
-        output = stack.enter_context(open(arguments.out, "a", encoding="utf-8"))
+        refuse_mismatches(measured, prompts, records, out)
+        files.write(out, "".join(json.dumps(record) + "\n" for record in records))  # drops a cut one
+        output = stack.enter_context(open(out, "a", encoding="utf-8"))
         known = tuple(records)
         for record in harness.measure(measured, prompts, temperatures=temperatures, seeds=seeds, known=known):
             records.append(record)
-            with files.errors_named(arguments.out):
+            with files.errors_named(out):
                 output.write(json.dumps(record) + "\n")
                 output.flush()
     report.show(report.summarise(records))
@@ -192,7 +193,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
 
 
 def refuse_mismatches(
-    systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[BenchRecord], path: str
+    systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[BenchRecord], path: Path
 ) -> None:
     """Refuses settings and prompts that differ from earlier records, and prompts that exceed the verifier's context."""
     for system in systems:

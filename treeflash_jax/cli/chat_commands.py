@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -129,7 +128,7 @@ class Conversation:
         if not self.messages:
             raise ValueError("got no messages to save, expected a conversation with an answer")
         files.check_output(path)
-        expect(not Path(path).exists(), "file", path, "one that does not exist")
+        expect(not files.local(path).exists(), "file", path, "one that does not exist")
         messages = add_system(self.messages, self.system)
         files.write(path, json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
         self.console.print(f"wrote {path}", markup=False)

@@ -56,10 +56,10 @@ def absolute(path: str | os.PathLike) -> Any:
 
 
 def local(path: str | os.PathLike) -> Path:
-    """Returns a path on this machine. Raises ValueError for a URL."""
+    """Returns a path on this machine, with the home folder for ~. Raises ValueError for a URL."""
     if is_remote(path):
-        raise ValueError(f"got {path}, expected a local folder; copy it to the URL when it is finished")
-    return Path(path).expanduser()
+        raise ValueError(f"got {path}, expected a local path; copy it to the URL when it is finished")
+    return Path(os.path.expanduser(path))
 
 
 def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
@@ -110,7 +110,7 @@ def check_output(path: str | os.PathLike) -> None:
 
     Raises FileNotFoundError if the parent folder does not exist, and ValueError for anything but a writable regular file.
     """
-    path = Path(path)
+    path = local(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"cannot write {path}: it is no regular file")
     if not path.parent.is_dir():
@@ -130,7 +130,7 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[bytes | memor
     if is_remote(path):
         absolute(path).write_bytes(b"".join(pieces))
         return
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(local(path)))
     with errors_named(path):
         part = _part(path.parent, path.name)
         try:
@@ -147,7 +147,7 @@ def append(path: str | os.PathLike, text: str) -> None:
         remote = absolute(path)
         remote.write_bytes((remote.read_bytes() if remote.exists() else b"") + text.encode())
     else:
-        with errors_named(path), open(path, "a", encoding="utf-8") as file:
+        with errors_named(path), open(local(path), "a", encoding="utf-8") as file:
             file.write(text)
 
 
@@ -160,7 +160,7 @@ def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
         if not overwrite and absolute(target).exists() and any(absolute(target).iterdir()):
             raise ValueError(f"{target} exists; give a new folder")
         return
-    target = Path(target)
+    target = local(target)
     if target.is_dir() and not target.is_symlink():
         if not (overwrite or is_empty(target)):
             raise ValueError(f"{target} exists; give a new folder")
@@ -188,7 +188,7 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
             yield Path(name)
             _upload(Path(name), str(target))
         return
-    target = Path(os.path.abspath(target))
+    target = Path(os.path.abspath(local(target)))
     exists = target.is_dir()
     with errors_named(target):
         target.parent.mkdir(parents=True, exist_ok=True)
