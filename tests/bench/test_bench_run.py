@@ -19,6 +19,7 @@ from treeflash_jax.bench.harness import Peer
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
+from treeflash_jax.core import files
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -183,6 +184,20 @@ def test_a_stopped_run_continues_where_it_was(fake, small, tmp_path, caplog):
     before, fake.finished = out.read_bytes(), "interrupted"
     bench(out, *small, "--systems", "ar", "--seed", "2", status=130)
     assert out.read_bytes() == before
+
+
+def test_a_file_that_another_command_writes_is_refused(fake, small, tmp_path, monkeypatch, capsys):
+    """Given by another name of the same path."""
+    out = tmp_path / "out.jsonl"
+    bench(out, *small)
+    before = out.read_bytes()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    capsys.readouterr()
+    with files.held(f"{out}.lock", "the first"):
+        options = ["--out", "~/out.jsonl", *small, "--seed", "1"]
+        mistake(capsys, main, ["bench", "run", *options], f"--out {out}: another process works on it", "wait until it has")
+    assert out.read_bytes() == before and len(bench(out, *small, "--seed", "1")) == 12
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "prompts.jsonl"}
 
 
 def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, small, tmp_path):

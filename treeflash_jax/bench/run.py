@@ -4,7 +4,7 @@
         --systems ar chain marginal treeflash --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
 
 The names of systems are explained in treeflash_jax/bench/README.md. Answers already in --out are not repeated; a file of
-other settings, versions or hardware is refused and left as it is.
+other settings, versions or hardware, or that another command writes, is refused and left as it is.
 """
 
 import argparse
@@ -127,8 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
     others = parse_others(arguments, chosen)
     out = files.local(arguments.out)
     files.check_output(out)
-    records = bench_records.read_records(out) if out.is_file() else []
     with ExitStack() as stack:
+        stack.enter_context(files.held(f"{out}.lock", f"--out {out}"))
+        records = bench_records.read_records(out) if out.is_file() else []
         measured = load_systems(arguments, chosen)
         base = measured[0]
         for name, command in others.items():

@@ -151,6 +151,31 @@ def append(path: str | os.PathLike, text: str) -> None:
             file.write(text)
 
 
+@contextmanager
+def held(path: str | os.PathLike, what: str) -> Iterator[None]:
+    """Holds the lock file `path`, in a folder created if missing, while the block runs.
+
+    The operating system releases the lock when the process ends. Raises ValueError if another process holds the lock, or if
+    the folder cannot be written. `what` is the name of the lock in messages.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=0)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        got = f"{what}: another process works on it (it holds {path})"
+        raise ValueError(f"{got}; wait until it has ended, or stop it") from None
+    except OSError as refused:
+        raise ValueError(f"{path} cannot be written ({refused.strerror or refused}); give another place") from None
+    try:
+        yield
+    finally:
+        Path(path).unlink(missing_ok=True)  # before the release: later, another process may own it
+        lock.release()
+
+
 def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Checks that `filled` can write a folder. Writes nothing.
 
