@@ -107,7 +107,8 @@ def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> I
         )
         for number, result in zip(numbers, results, strict=True):
             if result.finished == "interrupted":
-                raise SystemExit("interrupted; the same command continues from here")
+                hosts.say("interrupted; the same command continues from here")
+                raise SystemExit(130)
             text = result.text.strip()
             is_new = result.finished == "stop" and text and normalised(text) not in known
             if is_new and len(known) < settings.count:

@@ -11,7 +11,6 @@ Shape suffixes: b sequences, t tokens of a sequence, d model.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,7 +71,7 @@ def train_tokenizer(settings: FromScratchConfig) -> None:
     texts = training_texts(settings.tokenizer_sources, settings.loop.seed)
     alike = Tokenizer.load(locate("tiny", "verifier")).inner
     trained = alike.train_new_from_iterator(texts, settings.vocab_size, show_progress=False)
-    with files.filled(Path(settings.tokenizer)) as folder:
+    with files.filled(settings.tokenizer) as folder:
         trained.save_pretrained(folder)
     hosts.say(f"tokenizer of {len(trained)} entries in {settings.tokenizer}")
 
@@ -91,9 +90,10 @@ def next_token_sums(
 
 def main(settings: FromScratchConfig) -> None:
     hosts.connect()
-    if not Path(settings.tokenizer).exists():
+    path = files.local(settings.tokenizer)
+    if not path.exists():
         train_tokenizer(settings)
-    tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})
+    tokenizer = Tokenizer.load(path, {"enable_thinking": bool(settings.data.thinking)})
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
     architecture, dtype = architectures.recognise(keys), jnp.dtype(settings.compute_dtype)
     config = architecture.read(keys)
@@ -107,7 +107,7 @@ def main(settings: FromScratchConfig) -> None:
     flops = 6.0 * parameters.count(params) * settings.loop.batch * length
     task = TrainTask(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
-    inputs = {"tokenizer": frozen_inputs.note(settings.tokenizer, Path(settings.tokenizer))}
+    inputs = {"tokenizer": frozen_inputs.note(settings.tokenizer, path)}
     params = loop.fit(task, settings=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, inputs=inputs)
     params = sharding.to_host(params)
     if hosts.is_first():

@@ -37,9 +37,9 @@ def main(settings: PairConfig) -> None:
     if jax.process_count() > 1:
         raise ValueError("train.pair runs in one process; on several hosts run its stages one by one")
     composer = Composer(settings)
-    begun = StageInputs(settings)
     composer.check_settings()
     with hosts.held(files.absolute(settings.path("pair.lock")), f"out={settings.out}"):
+        begun = StageInputs(settings)  # under the lock: another command may have just ended
         run_stages(composer, begun)
         shutil.rmtree(settings.path("recorded"), ignore_errors=True)  # gigabytes; training that continues records again
         conclude(settings, composer.stages["respond"], read_json(composer.stages["measure"].out))

@@ -214,7 +214,8 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[SourcePr
     with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
         for number, (at, result) in enumerate(results, start=1):
             if result.finished == "interrupted":
-                raise SystemExit("interrupted; the same command continues from here")
+                hosts.say("interrupted; the same command continues from here")
+                raise SystemExit(130)
             prompt = prompts[share[at]]
             record = {"index": share[at], "source": prompt.source, "temperature": temperatures[at]}
             record |= {"finished": result.finished, "prompt": prompt.ids, "response": result.ids}

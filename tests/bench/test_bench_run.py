@@ -1,5 +1,6 @@
 """`bench run`: what is measured, how a run is resumed, and what is refused."""
 
+import doctest
 import sys
 from collections import Counter
 from copy import copy, deepcopy
@@ -18,6 +19,7 @@ from treeflash_jax.bench.harness import Peer
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
+from treeflash_jax.core import files
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -93,6 +95,14 @@ def test_a_run_records_what_generate_gives(tiny, small, tmp_path, monkeypatch):
     assert min(record["seconds"] for record in records) > 0
     answers = Counter((record["prompt_id"], str(record["ids"])) for record in records)
     assert [*answers.values()] == 4 * [3], "the systems of one temperature agree"
+
+
+def test_the_example_of_a_system_runs(fake, tiny, monkeypatch):
+    monkeypatch.setattr(tf, "load", lambda name: tiny)
+    [example] = doctest.DocTestFinder(recurse=False).find(harness.System, globs={**vars(harness)})
+    assert doctest.DocTestRunner().run(example, clear_globs=False) == (0, 2)
+    [record] = example.globs["records"]
+    assert record["settings"]["batch_size"] == 1
 
 
 def test_first_calls_and_calls_that_compile_are_made_again(fake, small, tmp_path):
@@ -174,6 +184,20 @@ def test_a_stopped_run_continues_where_it_was(fake, small, tmp_path, caplog):
     before, fake.finished = out.read_bytes(), "interrupted"
     bench(out, *small, "--systems", "ar", "--seed", "2", status=130)
     assert out.read_bytes() == before
+
+
+def test_a_file_that_another_command_writes_is_refused(fake, small, tmp_path, monkeypatch, capsys):
+    """Given by another name of the same path."""
+    out = tmp_path / "out.jsonl"
+    bench(out, *small)
+    before = out.read_bytes()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    capsys.readouterr()
+    with files.held(f"{out}.lock", "the first"):
+        options = ["--out", "~/out.jsonl", *small, "--seed", "1"]
+        mistake(capsys, main, ["bench", "run", *options], f"--out {out}: another process works on it", "wait until it has")
+    assert out.read_bytes() == before and len(bench(out, *small, "--seed", "1")) == 12
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "prompts.jsonl"}
 
 
 def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, small, tmp_path):

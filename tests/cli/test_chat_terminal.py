@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import treeflash_jax
+from treeflash_jax.cli import line_editor
+from treeflash_jax.core import files
 
 # A model that answers with the message it was given: `repr` shows its line breaks.
 CODE = """
@@ -107,3 +110,15 @@ def test_waiting_lines_are_one_turn_without_marks_of_a_paste(chat):
     terminal = chat()
     assert answer(terminal, "one\ntwo\nthree\n") == r"one\ntwo\nthree"
     terminal.leave()
+
+
+def test_a_history_that_cannot_be_cut_stays_alone(own_cache, monkeypatch):
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(line_editor, "readline", Mock())
+    history = files.user_cache() / "chat_history.jsonl"
+    history.parent.mkdir(parents=True)
+    history.write_text(before := '"turn"\n' * 1100)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError))
+    line_editor.LineEditor()
+    assert [*history.parent.iterdir()] == [history] and history.read_text() == before

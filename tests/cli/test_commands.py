@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA, PAIR, random_pair
-from refusals import mistake
+from refusals import mistake, refused
 from rich.console import Console
 from safetensors.numpy import load_file
 
@@ -88,7 +88,7 @@ def test_check_finds_the_first_difference_and_says_what_it_means(random, monkeyp
     words += "prompt 0: equal up to rounding, .*near-tie: float32 rounding decides .*; not an error\n"
     assert re.fullmatch(words, out := capsys.readouterr().out)
     assert "PASS" not in out and "--dtype" not in out
-    assert "exact in float32: add --dtype float32" in bench_check.conclude(3, 1, 2, 90, "bfloat16")
+    assert "; float32 has far fewer: add --dtype float32" in bench_check.conclude(3, 1, 2, 90, "bfloat16")
 
 
 def test_the_verdict_names_the_first_difference_and_an_error_before_a_near_tie():
@@ -279,14 +279,20 @@ def test_values_of_settings_are_typed_as_they_are(name, text, value):
     assert parse_value(name, text) == value
 
 
+def test_texts_that_begin_with_a_bracket_go_into_a_list():
+    refused(lambda: parse_value("stop", "[END]"), "got stop '[END]' (not valid JSON", 'list; for this text: ["[END]"]')
+    assert "for this text" not in refused(lambda: parse_value("logit_bias", "{5}"), "not valid JSON")
+
+
 def test_chat_saves_messages_that_a_prompt_file_reads(heard, converse, tmp_path, monkeypatch, capsys):
     path = tmp_path / "talk.jsonl"
     taken = tmp_path / "taken.jsonl"
     taken.write_text("taken")
-    saves = f"/save {path}", f"/save {taken}", f"/save {path}.txt", f"/save {tmp_path}/nowhere/a.jsonl"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saves = f"/save {path}", "/save ~/taken.jsonl", f"/save {path}.txt", f"/save {tmp_path}/nowhere/a.jsonl"
     printed = converse(saves[0], "Say “yes”.\nNow.", *saves, options=["--system", "Be short."])
     assert re.findall("error: (.{12})", printed.replace(str(tmp_path), "")) == [
-        "got no messa", "got file '/t", "got file '/t", "cannot write",
+        "got no messa", "got file '~/", "got file '/t", "cannot write",
     ]  # fmt: skip
     assert taken.read_text() == "taken" and f"wrote {path}" in printed.replace("\n", "")
     system, user = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Say “yes”.\nNow."}

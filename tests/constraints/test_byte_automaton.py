@@ -1,6 +1,7 @@
 """Automata over bytes: compiled in a process with limits, and the smallest of their texts."""
 
 import itertools
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +68,19 @@ def test_a_bug_of_the_compiler_is_one_line_and_a_traceback_in_the_log(caplog):
     finally:
         RUN.reset(token)
     assert caplog.messages == [traceback]
+
+
+@pytest.mark.parametrize("status, error, words", [
+    (-signal.SIGKILL, Unusable, "give shorter repetitions"), (-signal.SIGXCPU, Unusable, "give shorter repetitions"),
+    (-signal.SIGSEGV, RuntimeError, "^the compiler of pattern ended with status -11$"),
+])  # fmt: skip
+def test_only_limits_are_reported_as_limits(status, error, words):
+    token = RUN.set(lambda *_, **__: SimpleNamespace(returncode=status))
+    try:
+        with pytest.raises(error, match=words):
+            compile_bytes("pattern", "a", 6)
+    finally:
+        RUN.reset(token)
 
 
 def test_what_takes_too_much_is_refused(monkeypatch):

@@ -17,6 +17,7 @@ from refusals import mistake, refused, snapshot
 from safetensors.numpy import save_file
 
 from train import measure, step_memory
+from treeflash_jax.bench import bench_records
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
 from treeflash_jax.formats import model_files, storage, tensor_files
@@ -78,8 +79,13 @@ def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
     (folder / "kept").touch()
     assert files.fetch("memory://models/drafter/") == folder and (folder / "kept").exists()
     assert files.fetch("memory://models/drafter/config.json").read_text() == "config.json"
-    system.pipe("/models/drafter/config.json", b"new")
-    assert (files.fetch("memory://models/drafter") / "config.json").read_text() == "new" and not folder.exists()
+    for used_since in (True, False):  # another process may still read what was used within a day
+        os.utime(folder.parent, (0, 0))
+        if used_since:
+            files.fetch("memory://models/drafter")
+        system.pipe("/models/drafter/config.json", f"new {used_since}".encode())
+        new = files.fetch("memory://models/drafter")
+        assert (new / "config.json").read_text() == f"new {used_since}" and folder.exists() == used_since
     message = refused(lambda: files.fetch("memory://models/other"))
     assert message == "memory://models/other cannot be read (no such file or folder)"
 
@@ -169,6 +175,20 @@ def test_new_empty_and_own_folders_are_filled(tmp_path, monkeypatch):
     assert snapshot(tmp_path / "own") == whole | {"notes": b"mine"}
     assert elsewhere.read_text() == "theirs", "links are replaced, not followed"
     assert os.stat(tmp_path / "own" / "README.md").st_mode & 0o777 == os.stat(elsewhere).st_mode & 0o777
+
+
+def test_outputs_in_the_home_folder_are_written_where_they_are_read(tmp_path, monkeypatch):
+    """A shell expands ~ in paths, but not in options like --out=~/x or in TOML files."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    files.check_output("~/lines")
+    files.write("~/lines", "a")
+    files.append("~/lines", "b")
+    fill("~/out")
+    assert snapshot(tmp_path) == {"home/lines": b"ab", "home/out/README.md": b"new", "home/out/config.json": b"new"}
+    refused(lambda: fill("~/out"), "exists; give a new folder")
+    refused(lambda: bench_records.read_kept("~/lines", "results"), "holds something else")
 
 
 def test_what_fails_or_is_killed_leaves_nothing(tmp_path):

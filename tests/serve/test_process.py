@@ -23,7 +23,7 @@ from refusals import refused
 from servers import CHAT, wait_for
 
 from treeflash_jax.serve.options import ServeOptions
-from treeflash_jax.serve.process import allowed_hosts, bind
+from treeflash_jax.serve.process import allowed_hosts, bind, read_key
 
 STUB = Path(__file__).parent / "stub_server.py"
 SCHEMA = {"type": "array", "items": {"type": "string", "maxLength": 100_000}}  # takes minutes to compile
@@ -114,6 +114,16 @@ def test_a_supervisor_sees_that_decoding_ended():
 ])  # fmt: skip
 def test_other_names_are_refused_if_only_this_machine_is_served(options, names):
     assert allowed_hosts(ServeOptions(**options)) == names
+
+
+def test_a_key_is_the_content_of_a_readable_file(tmp_path):
+    path = tmp_path / "key"
+    refused(lambda: read_key(str(path)), f"got --api-key-file {path} (No such file", "expected a readable file with a key")
+    for content, words in ((b"\xff", "(not UTF-8)"), (b" \n", "not an empty file")):
+        path.write_bytes(content)
+        refused(lambda: read_key(str(path)), "--api-key-file", words)
+    path.write_text("secret\n")
+    assert read_key(str(path)) == "secret"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -13,6 +13,7 @@ from train import ask, respond
 from train.ask import AskConfig
 from train.data.records import Source
 from treeflash_jax.core.files import absolute
+from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.pairs import locate
 
@@ -83,3 +84,10 @@ def test_bad_input_is_refused_in_one_line(stage, tiny, monkeypatch, tmp_path):
     refused(lambda: made(few, out=str(tmp_path / "fresh.jsonl"), max_tokens=1), "got no new question in 32 tries")
     monkeypatch.setattr(tiny.tokenizer.inner, "chat_template", "{{ messages[0].role }}")
     refused(lambda: made(few, out=str(tmp_path / "other.jsonl")), "does not show where a user's turn begins")
+
+
+def test_ctrl_c_ends_with_its_status_and_what_to_do(stage, monkeypatch, capsys):
+    monkeypatch.setattr(TreeFlash, "generate", lambda self, prompts, **_: [Result.unanswered([1]) for _ in prompts])
+    with pytest.raises(SystemExit, match="130"):
+        ask.main(stage)
+    assert "interrupted; the same command continues from here\n" in capsys.readouterr().out

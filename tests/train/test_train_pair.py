@@ -120,7 +120,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hy
     ("anyway=false", "got a plan of 6 optimiser steps, expected at least 50"),
     ("passes=2", "got steps 6 and passes 2, expected one of them"),
     ("num_prompts=3", "got 3 prompts, expected at least 8"),
-    ("out=gs://bucket/pair", "got gs://bucket/pair, expected a local folder"),
+    ("out=gs://bucket/pair", "got gs://bucket/pair, expected a local path"),
 ])  # fmt: skip
 def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, word, message):
     refused(lambda: pair.main(settings_of(prompts, tmp_path / "pair", word)), message)
@@ -293,6 +293,21 @@ def test_other_prompts_are_answered_anew(tmp_path, rehearsed):
     for number in range(2):
         lines = [{"prompt": f"What is {number} and {other}?"} for other in range(9)]
         assert rehearsed(settings_of(write_lines(tmp_path / "asked.jsonl", lines), tmp_path / "pair"))[:1] == ["respond"]
+
+
+def test_what_another_command_just_finished_is_not_run_again(prompts, tmp_path, rehearsed, monkeypatch):
+    """It ends while this command checks its settings."""
+    settings, record = settings_of(prompts, tmp_path / "pair"), tmp_path / "pair" / "stages.json"
+    rehearsed(settings)
+    finished, check = record.read_text(), compose.Composer.check_settings
+
+    def finish(composer):
+        check(composer)
+        record.write_text(finished)
+
+    monkeypatch.setattr(compose.Composer, "check_settings", finish)
+    record.write_text(finished.replace("true", "false"))
+    assert rehearsed(settings) == [] and record.read_text() == finished
 
 
 def test_a_stage_that_goes_on_keeps_what_was_chosen_by_rule(prompts, tmp_path, rehearsed, monkeypatch):

@@ -114,14 +114,15 @@ def interrupted(generate_each, prompts, **named):
 
 
 @pytest.mark.parametrize("place", ["local", "gs://bucket"])
-def test_a_stopped_run_ends_with_the_same_file(bucket, model, settings, whole, monkeypatch, place):
+def test_a_stopped_run_ends_with_the_same_file(bucket, model, settings, whole, monkeypatch, capsys, place):
     """Answers are parts until they are merged, and only unanswered prompts are asked again."""
     out = files.absolute(settings.out if place == "local" else f"{place}/answers.jsonl")
     settings = replace(settings, out=str(out))
     monkeypatch.setattr(answers, "SECONDS_PER_PART", 0)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="the same command continues"):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(model, "generate_each", partial(interrupted, model.generate_each))
         respond.main(settings)
+    assert "interrupted; the same command continues from here\n" in capsys.readouterr().out
     parts = [path for path in out.parent.iterdir() if ".part-" in path.name]
     assert sum(len(lines_of(path.read_bytes())) for path in parts) == len(parts) == 4 and not out.exists()
     respond.main(settings)

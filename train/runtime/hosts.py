@@ -3,12 +3,11 @@
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import jax
 import numpy as np
 from etils import epath
-from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -78,32 +77,22 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 @contextmanager
 def held(path: epath.Path, what: str) -> Iterator[None]:
-    """Holds the lock file `path`, in a folder created if missing, for all hosts of this job while the block runs.
+    """Holds a lock as `files.held` does, for all hosts of this job.
 
-    The operating system releases the lock when the process ends. Object stores have no locks, so nothing is held there.
-    Raises ValueError on every host if another process holds the lock, or if the folder cannot be written. `what` is the
-    name of the lock in messages.
+    Object stores have no locks, so nothing is held there. Raises ValueError on every host if the first one cannot hold it.
     """
-    lock, error = None, ""
-    if is_first() and not files.is_remote(path):
-        lock = FileLock(path, timeout=0)
-        try:
-            epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except Timeout:
-            error = f"{what}: another process works on it (it holds {path}); wait until it has ended, or stop it"
-        except OSError as refused:
-            error = f"{path} cannot be written ({refused.strerror or refused}); give another place"
-    if jax.process_count() > 1 and not multihost_utils.broadcast_one_to_all(np.int32(not error)):
-        error = error or f"{what}: another process works on it; see the first host's message"
-    if error:
-        raise ValueError(error)
-    try:
+    error = ""
+    with ExitStack() as stack:
+        if is_first() and not files.is_remote(path):
+            try:
+                stack.enter_context(files.held(path, what))
+            except ValueError as refused:
+                error = str(refused)
+        if jax.process_count() > 1 and not multihost_utils.broadcast_one_to_all(np.int32(not error)):
+            error = error or f"{what}: another process works on it; see the first host's message"
+        if error:
+            raise ValueError(error)
         yield
-    finally:
-        if lock is not None:
-            epath.Path(path).unlink(missing_ok=True)  # before the release: later, another process may own it
-            lock.release()
 
 
 def is_first() -> bool:

@@ -98,7 +98,8 @@ def read_kept(path: str | Path | None, *keys: str, inside: bool = False) -> dict
     if path is None:
         return {}
     files.check_output(path)
-    if not Path(path).exists() or not Path(path).stat().st_size:
+    path = files.local(path)
+    if not path.exists() or not path.stat().st_size:
         return {}
     with suppress(ValueError, AttributeError):  # no JSON object, or values that are no objects
         kept = read_json(path)

@@ -149,7 +149,7 @@ def describe_counts(answers: int, identical: int, near_ties: int, tokens: int, d
     if others := answers - identical - near_ties:
         counts += f", {others} other difference" if others == 1 else f", {others} other differences"
     if near_ties and jnp.dtype(dtype).itemsize < 4:
-        counts += "; exact in float32: add --dtype float32"
+        counts += "; float32 has far fewer: add --dtype float32"
     return counts
 
 

@@ -79,6 +79,7 @@ class System:
         settings: dict[str, Any] = {"verifier": model.names[0], "dtype": str(model.dtype), "quantize": model.quantize}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
         settings |= describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
+        settings["batch_size"] = config.batch_size or 1
         settings["stop_ids"] = config.stop_ids and list(config.stop_ids)
         if not plan.drafts:
             return settings | dict.fromkeys(("drafter", "drafter_temperature", "nodes", "acceptance"))
@@ -166,7 +167,7 @@ def measure(
     """
     records = {record_key(record): record for record in known}
     warm = set()
-    size = systems[0].config.batch_size
+    size = systems[0].settings()["batch_size"]
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     for number, batch in enumerate(batches):
         first = number % len(systems)

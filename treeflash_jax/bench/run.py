@@ -4,7 +4,7 @@
         --systems ar chain marginal treeflash --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
 
 The names of systems are explained in treeflash_jax/bench/README.md. Answers already in --out are not repeated; a file of
-other settings, versions or hardware is refused and left as it is.
+other settings, versions or hardware, or that another command writes, is refused and left as it is.
 """
 
 import argparse
@@ -125,22 +125,24 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = [BenchPrompt(id="ids", ids=parse_ids(arguments.prompt_ids))]
     temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
     others = parse_others(arguments, chosen)
-    files.check_output(arguments.out)
-    records = bench_records.read_records(arguments.out) if Path(arguments.out).is_file() else []
+    out = files.local(arguments.out)
+    files.check_output(out)
     with ExitStack() as stack:
+        stack.enter_context(files.held(f"{out}.lock", f"--out {out}"))
+        records = bench_records.read_records(out) if out.is_file() else []
         measured = load_systems(arguments, chosen)
         base = measured[0]
         for name, command in others.items():
             program = stack.enter_context(Popen(shlex.split(command), bufsize=0, stdin=PIPE, stdout=PIPE))
             config = replace(base.config, builder="none")
             measured.append(Peer(name=name, model=base.model, config=config, command=command, program=program))
-        refuse_mismatches(measured, prompts, records, arguments.out)
-        files.write(arguments.out, "".join(json.dumps(record) + "\n" for record in records))  # drops a cut one
-        output = stack.enter_context(open(arguments.out, "a", encoding="utf-8"))
+        refuse_mismatches(measured, prompts, records, out)
+        files.write(out, "".join(json.dumps(record) + "\n" for record in records))  # drops a cut one
+        output = stack.enter_context(open(out, "a", encoding="utf-8"))
         known = tuple(records)
         for record in harness.measure(measured, prompts, temperatures=temperatures, seeds=seeds, known=known):
             records.append(record)
-            with files.errors_named(arguments.out):
+            with files.errors_named(out):
                 output.write(json.dumps(record) + "\n")
                 output.flush()
     report.show(report.summarise(records))
@@ -192,7 +194,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
 
 
 def refuse_mismatches(
-    systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[BenchRecord], path: str
+    systems: Sequence[System], prompts: Sequence[BenchPrompt], earlier: Sequence[BenchRecord], path: Path
 ) -> None:
     """Refuses settings and prompts that differ from earlier records, and prompts that exceed the verifier's context."""
     for system in systems:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from treeflash_jax.cli.arguments import note_single_choice, read_schema
 from treeflash_jax.cli.prompt_options import CHATS, add_system
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, hint
+from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.core.settings import coerce_field, field_names
 from treeflash_jax.engine.answers.results import Result
@@ -128,7 +128,7 @@ class Conversation:
         if not self.messages:
             raise ValueError("got no messages to save, expected a conversation with an answer")
         files.check_output(path)
-        expect(not Path(path).exists(), "file", path, "one that does not exist")
+        expect(not files.local(path).exists(), "file", path, "one that does not exist")
         messages = add_system(self.messages, self.system)
         files.write(path, json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
         self.console.print(f"wrote {path}", markup=False)
@@ -168,7 +168,13 @@ def parse_value(name: str, text: str) -> Any:
     if name == "schema":
         value = read_schema(text)
     elif text[0] in "[{" and name != "pattern":
-        value = parse_json(text)
+        try:
+            value = parse_json(text)
+        except ValueError as error:
+            if name not in ("stop", "choices"):
+                raise
+            got = f"got {name} {quoted(text)} ({error})"
+            raise ValueError(f"{got}, expected a JSON list; for this text: {json.dumps([text])}") from None
     elif name in ("stop", "choices"):
         value = [text]
         if name == "choices":

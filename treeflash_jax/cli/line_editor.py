@@ -6,6 +6,7 @@ import select
 import sys
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 from treeflash_jax.core import files
 
@@ -41,10 +42,11 @@ class LineEditor:
             lines = self.path.read_text(encoding="utf-8").splitlines()
             if len(lines) > MOST_TURNS:
                 lines = lines[-MOST_TURNS:]
-                folder = self.path.parent  # the new file, which only the owner may read, appears as a whole
-                with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as part:
-                    part.write("\n".join(lines) + "\n")
-                os.replace(part.name, self.path)
+                with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:  # removed even if the disk is full
+                    part = Path(folder) / self.path.name
+                    part.touch(0o600)  # only the owner may read it
+                    part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                    os.replace(part, self.path)
             for line in lines:
                 readline.add_history(str(json.loads(line)))
 

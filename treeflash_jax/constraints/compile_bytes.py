@@ -1,6 +1,7 @@
 """Runs the compiler of constraints to automata over bytes, in a separate process."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -47,7 +48,9 @@ def compile_bytes(kind: str, value: str | Sequence[str], depth: int, tokens: Seq
         logger.error(traceback)
         reason = traceback.strip().rpartition("\n")[2]
         raise RuntimeError(f"the compiler of {kind} failed: {clipped(reason)}")
-    if run.returncode:  # the compiler ran out of memory, or was killed by the limit of time
+    if run.returncode == compile_process.TOO_LARGE or run.returncode in (-signal.SIGKILL, -signal.SIGXCPU):
         limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
         raise Unusable(f"which takes more than {limits} to compile: give shorter repetitions")
+    if run.returncode:
+        raise RuntimeError(f"the compiler of {kind} ended with status {run.returncode}")
     return ByteAutomaton.from_bytes(run.stdout)

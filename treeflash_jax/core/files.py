@@ -56,10 +56,10 @@ def absolute(path: str | os.PathLike) -> Any:
 
 
 def local(path: str | os.PathLike) -> Path:
-    """Returns a path on this machine. Raises ValueError for a URL."""
+    """Returns a path on this machine, with the home folder for ~. Raises ValueError for a URL."""
     if is_remote(path):
-        raise ValueError(f"got {path}, expected a local folder; copy it to the URL when it is finished")
-    return Path(path).expanduser()
+        raise ValueError(f"got {path}, expected a local path; copy it to the URL when it is finished")
+    return Path(os.path.expanduser(path))
 
 
 def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
@@ -90,12 +90,14 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
         with FileLock(folder.with_suffix(".lock")):
             if not target.parent.exists():
                 for old in folder.iterdir():
-                    shutil.rmtree(old)
+                    if old.stat().st_mtime < time.time() - DAY:  # another process may still read one used since
+                        shutil.rmtree(old)
                 with filled(target.parent) as part:
                     for path, name in names.items():
                         copy = part / target.name / name
                         copy.parent.mkdir(parents=True, exist_ok=True)
                         system.get_file(path, str(copy))
+            os.utime(target.parent)  # the time of its last use
     except Exception as error:  # file systems of different packages raise different classes
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         reason = clipped(str(error) or type(error).__name__, 120)  # for example, "Please install gcsfs to access ..."
@@ -108,7 +110,7 @@ def check_output(path: str | os.PathLike) -> None:
 
     Raises FileNotFoundError if the parent folder does not exist, and ValueError for anything but a writable regular file.
     """
-    path = Path(path)
+    path = local(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"cannot write {path}: it is no regular file")
     if not path.parent.is_dir():
@@ -128,7 +130,7 @@ def write(path: str | os.PathLike, content: str | bytes | Iterable[bytes | memor
     if is_remote(path):
         absolute(path).write_bytes(b"".join(pieces))
         return
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(local(path)))
     with errors_named(path):
         part = _part(path.parent, path.name)
         try:
@@ -145,8 +147,33 @@ def append(path: str | os.PathLike, text: str) -> None:
         remote = absolute(path)
         remote.write_bytes((remote.read_bytes() if remote.exists() else b"") + text.encode())
     else:
-        with errors_named(path), open(path, "a", encoding="utf-8") as file:
+        with errors_named(path), open(local(path), "a", encoding="utf-8") as file:
             file.write(text)
+
+
+@contextmanager
+def held(path: str | os.PathLike, what: str) -> Iterator[None]:
+    """Holds the lock file `path`, in a folder created if missing, while the block runs.
+
+    The operating system releases the lock when the process ends. Raises ValueError if another process holds the lock, or if
+    the folder cannot be written. `what` is the name of the lock in messages.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=0)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        got = f"{what}: another process works on it (it holds {path})"
+        raise ValueError(f"{got}; wait until it has ended, or stop it") from None
+    except OSError as refused:
+        raise ValueError(f"{path} cannot be written ({refused.strerror or refused}); give another place") from None
+    try:
+        yield
+    finally:
+        Path(path).unlink(missing_ok=True)  # before the release: later, another process may own it
+        lock.release()
 
 
 def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
@@ -158,7 +185,7 @@ def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
         if not overwrite and absolute(target).exists() and any(absolute(target).iterdir()):
             raise ValueError(f"{target} exists; give a new folder")
         return
-    target = Path(target)
+    target = local(target)
     if target.is_dir() and not target.is_symlink():
         if not (overwrite or is_empty(target)):
             raise ValueError(f"{target} exists; give a new folder")
@@ -186,7 +213,7 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
             yield Path(name)
             _upload(Path(name), str(target))
         return
-    target = Path(os.path.abspath(target))
+    target = Path(os.path.abspath(local(target)))
     exists = target.is_dir()
     with errors_named(target):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.error_text import LONGEST_PATH, clipped
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.serve.app import make_app
@@ -36,8 +36,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if decoding ended. If something is unfinished after the
     grace period, it does not return: the process ends.
     """
-    key = None if options.api_key_file is None else Path(options.api_key_file).read_text(encoding="utf-8").strip()
-    expect(key != "", "content of --api-key-file", options.api_key_file, "a key, not an empty file")
+    key = None if options.api_key_file is None else read_key(options.api_key_file)
     metrics = Metrics()
     listener = bind(options.host, options.port)
     worker = Worker(model, config, metrics, options)
@@ -62,6 +61,18 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     print(f"treeflash: serving {name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     return server.finish()
+
+
+def read_key(path: str) -> str:
+    """Returns the content of --api-key-file. Raises ValueError if it cannot be read, or is empty."""
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        got = f"got --api-key-file {clipped(path, LONGEST_PATH)} ({reason})"
+        raise ValueError(f"{got}, expected a readable file with a key") from None
+    expect(key != "", "content of --api-key-file", path, "a key, not an empty file")
+    return key
 
 
 def allowed_hosts(options: ServeOptions) -> set[str] | None:
