@@ -31,7 +31,7 @@ from train.runtime import run_config
 from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
-from train.stages.rollout import RolloutConfig, check_chunks, rollout_sums
+from train.stages.rollout import RolloutConfig, RolloutNetwork, check_chunks, rollout_sums
 from train.stages.teacher import Teacher
 from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import expect
@@ -115,21 +115,15 @@ class Eagle3Stage(DraftingStage):
 
 
 @dataclass(frozen=True)
-class Eagle3Network:
-    """The layer of a drafter, as a rollout runs it.
-
-    Attributes:
-      drafter: config of the drafter.
-    """
+class Eagle3Network(RolloutNetwork):
+    """EAGLE-3's layer."""
 
     drafter: Eagle3Drafter
 
     def carried(self, weights: Params, teacher: Teacher) -> jax.Array:
-        """Returns the state that step 0 reads at every position, [b, s, d]."""
         return eagle3_drafter.fuse(weights, self.drafter, teacher.features_btj)
 
     def layer_input(self, weights: Params, tables: Params, token_bn: jax.Array, carried_bnd: jax.Array) -> jax.Array:
-        """Returns the input of `keys_values` and `output`."""
         return eagle3_drafter.layer_input(weights, tables, self.drafter, token_bn, carried_bnd)
 
     def keys_values(self, weights: Params, input_bn: jax.Array, position_bn: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -139,12 +133,10 @@ class Eagle3Network:
     def output(
         self, weights: Params, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
     ) -> jax.Array:
-        """Returns the layer's output, [b, n, d]. `attend` maps queries [b, n, h, e] to mixed values."""
         table = eagle3_drafter.rotary_table(self.drafter, position_bn)
         return eagle3_drafter.layer_output(weights, self.drafter, input_bn, carried_bnd, table, attend)
 
     def feed_back(self, weights: Params, hidden_bnd: jax.Array) -> jax.Array:
-        """Returns the state that the next step reads."""
         return eagle3_drafter.feed_back(weights, self.drafter, hidden_bnd)
 
     def logits(self, weights: Params, tables: Params, hidden_bnd: jax.Array) -> jax.Array:

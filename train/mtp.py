@@ -23,7 +23,7 @@ from train.runtime import run_config
 from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, check_kind
 from train.stages.drafting import train as main
-from train.stages.rollout import RolloutConfig, check_chunks, rollout_sums
+from train.stages.rollout import RolloutConfig, RolloutNetwork, check_chunks, rollout_sums
 from train.stages.teacher import Teacher
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
@@ -62,8 +62,8 @@ class MtpStage(DraftingStage):
 
 
 @dataclass(frozen=True)
-class MtpNetwork:
-    """The layer in the form that a rollout runs; it has the methods of `train.eagle3.Eagle3Network`."""
+class MtpNetwork(RolloutNetwork):
+    """The layer of multi-token prediction."""
 
     drafter: MtpDrafter
 

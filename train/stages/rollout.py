@@ -9,9 +9,10 @@ key/value heads, h heads, e head dim, v tokens that can be drafted.
 Source: EAGLE-3 (arXiv 2503.01840) section 3; losses and masks as in SpecForge and DeepSpec.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,11 @@ from jax import lax
 from train.data.packing import PackedBatch
 from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
-from train.stages.teacher import teach
+from train.stages.teacher import Teacher, teach
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.core.settings import setting
-from treeflash_jax.drafters.protocol import draft_ids
+from treeflash_jax.drafters.protocol import Drafter, draft_ids
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import ModelConfig
@@ -46,6 +47,39 @@ class RolloutConfig:
     )
 
 
+@dataclass(frozen=True)
+class RolloutNetwork(ABC):
+    """The layer of a drafter, as a rollout runs it."""
+
+    drafter: Drafter
+
+    @abstractmethod
+    def carried(self, weights: Params, teacher: Teacher) -> jax.Array:
+        """Returns the state that step 0 reads at every position, [b, s, d]."""
+
+    @abstractmethod
+    def layer_input(self, weights: Params, tables: Params, token_bn: jax.Array, carried_bnd: jax.Array) -> jax.Array:
+        """Returns the input of `keys_values` and `output`. `tables` are weights of the verifier."""
+
+    @abstractmethod
+    def keys_values(self, weights: Params, input_bn: jax.Array, position_bn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the layer's keys and values, [b, n, k, e]."""
+
+    @abstractmethod
+    def output(
+        self, weights: Params, input_bn: jax.Array, carried_bnd: jax.Array, position_bn: jax.Array, attend: Callable
+    ) -> jax.Array:
+        """Returns the layer's output, [b, n, d]. `attend` maps queries [b, n, h, e] to mixed values."""
+
+    @abstractmethod
+    def feed_back(self, weights: Params, hidden_bnd: jax.Array) -> jax.Array:
+        """Returns the state that the next step reads, from the layer's output."""
+
+    @abstractmethod
+    def logits(self, weights: Params, tables: Params, hidden_bnd: jax.Array) -> jax.Array:
+        """Returns logits [b, n, v] from the layer's output."""
+
+
 def check_chunks(objective: RolloutConfig, sequence_length: int) -> None:
     """Raises ValueError for more anchors than positions, or if chunks do not divide the anchors."""
     anchors, chunk = objective.anchors, objective.chunk
@@ -62,7 +96,7 @@ def rollout_sums(
     *,
     settings: RolloutConfig,
     verifier: ModelConfig,
-    network: Any,
+    network: RolloutNetwork,
     attention: str = "chunked",
 ) -> Sums:
     """Computes weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
@@ -70,7 +104,6 @@ def rollout_sums(
     Args:
       params: trained weights of the drafter, of any float dtype.
       frozen: "verifier", and "offsets" if the draft vocabulary is a part of the verifier's.
-      network: a `train.eagle3.Eagle3Network`, or another object with its methods.
 
     Returns the sums of `losses.path_sums`. The loss is the cross-entropy to the verifier's distribution over the draft
     vocabulary.
@@ -109,7 +142,7 @@ def rollout_sums(
     return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
 
 
-def _step(weights, tables, first, where, carried_bnd, keys, *, position_bn, token_bn, network, attention):
+def _step(weights, tables, first, where, carried_bnd, keys, *, position_bn, token_bn, network: RolloutNetwork, attention):
     """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
     input_bn = network.layer_input(weights, tables, token_bn, carried_bnd)
     new = network.keys_values(weights, input_bn, position_bn)
@@ -123,7 +156,9 @@ def _step(weights, tables, first, where, carried_bnd, keys, *, position_bn, toke
     return network.output(weights, input_bn, carried_bnd, position_bn, attend), new
 
 
-def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network, logit_cap: float) -> tuple[jax.Array, ...]:
+def _score(
+    weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network: RolloutNetwork, logit_cap: float
+) -> tuple[jax.Array, ...]:
     """Returns four arrays [b, n] for one step: loss, top-1 hits, overlap, and 1 if the verifier's top token is listed."""
     logits_bnv = network.logits(weights, tables, hidden_bnd)
     verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
