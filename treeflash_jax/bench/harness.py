@@ -27,6 +27,7 @@ from treeflash_jax.bench.bench_records import (
 from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
+from treeflash_jax.core.error_text import logger
 from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.engine.answers.results import LOW_TAU_QUESTION
 from treeflash_jax.engine.call.prompts import Prompt
@@ -34,7 +35,6 @@ from treeflash_jax.engine.call.requests import Request, find_stops
 from treeflash_jax.engine.settings.defaults import describe_drafter_temperature
 from treeflash_jax.formats.answer_text import AnswerText
 
-logger = logging.getLogger("treeflash_jax")
 SHOWN = "max_new_tokens batch_size top_k top_p stop_ids attention".split()
 
 

@@ -1,20 +1,18 @@
 """Parsing of command lines, and the options of models and settings."""
 
 import argparse
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from treeflash_jax.core.checks import hint, suggestion
-from treeflash_jax.core.error_text import clipped, quoted
+from treeflash_jax.core.error_text import clipped, logger, quoted
 from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.core.settings import default_text, field_names
 from treeflash_jax.engine.settings.generate_config import GROUPS, REFUSED, GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
 
-logger = logging.getLogger("treeflash_jax")
 ADVANCED = "advanced:"  # titles of option groups that only --help-all shows begin with this
 
 

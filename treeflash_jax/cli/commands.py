@@ -31,7 +31,7 @@ from treeflash_jax.cli.chat_commands import NOT_IN_CHAT
 from treeflash_jax.cli.prompt_options import add_prompts, describe_prompt, parse_prompts
 from treeflash_jax.core import programs
 from treeflash_jax.core.dtypes import dtype_name
-from treeflash_jax.core.error_text import LONGEST_PATH, clipped
+from treeflash_jax.core.error_text import LONGEST_PATH, clipped, logger
 from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.setting_options import add_options, option_values
 from treeflash_jax.core.settings import field_names
@@ -57,7 +57,7 @@ def _run_command(argv: list[str] | None) -> int:
     if getattr(arguments, "dtype", None) == "float64":
         jax.config.update("jax_enable_x64", True)
     programs.keep_programs()
-    logging.getLogger("treeflash_jax").setLevel(logging.INFO)  # shows the line about compiling
+    logger.setLevel(logging.INFO)  # shows the line about compiling
     logging.lastResort.setLevel(logging.INFO)  # if no handler is configured, this one prints lines on stderr
     note_single_choice(getattr(arguments, "choices", ()))
     return arguments.run(arguments)

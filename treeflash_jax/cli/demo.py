@@ -21,6 +21,7 @@ from treeflash_jax.bench.bench_records import BenchRecord
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import files
+from treeflash_jax.core.error_text import logger
 from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import Console, shown
@@ -89,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         if why:
             console.print(f"the toy pair, since {why}\n")
     with ExitStack() as stack:
-        logger = logging.getLogger("treeflash_jax")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # the status line already says that programs are compiled
         with console.status(f"loading {pair}"):

@@ -1,7 +1,6 @@
 """Prompts of a command: words, options, files of text or chats, and piped text."""
 
 import argparse
-import logging
 import os
 import select
 import stat
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.error_text import clipped, logger
 from treeflash_jax.core.json_files import read_jsonl
 from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.core.settings import setting
@@ -22,7 +21,6 @@ from treeflash_jax.engine.call.prompts import Prompt, Text, parse_ids, read_mess
 PIPE_SECONDS = 1.0  # time in which a program must send its first text into a pipe
 HEADING = 60  # most characters of a prompt that are shown above its answer
 CHATS = ".jsonl"  # file name ending for chats
-logger = logging.getLogger("treeflash_jax")
 
 
 @dataclass(frozen=True, kw_only=True)

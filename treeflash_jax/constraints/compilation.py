@@ -2,20 +2,17 @@
 
 import functools
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
 from treeflash_jax.core.checks import WrongValue, expect
-from treeflash_jax.core.error_text import quoted
+from treeflash_jax.core.error_text import logger, quoted
 from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Demands
 from treeflash_jax.formats.tokenizer import Tokenizer
-
-logger = logging.getLogger("treeflash_jax")
 
 CONSTRAINT_NAMES = "schema", "pattern", "choices", "structural_tag"  # settings; a prompt has at most one
 SCHEMA_DEPTH = 6  # levels that a schema leaves open: some 2,700 states in an object; each further level doubles them

@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.error_text import clipped, logger
 
-logger = logging.getLogger("treeflash_jax")
 SILENT_SECONDS = 1.0
 
 

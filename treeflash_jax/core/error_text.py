@@ -7,7 +7,7 @@ import reprlib
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-logger = logging.getLogger("treeflash_jax")
+logger = logging.getLogger("treeflash_jax")  # of the whole library
 
 LONGEST_VALUE = 60  # most characters of a value in a message
 LONGEST_PATH = 120  # most characters of a path in a message

@@ -1,7 +1,6 @@
 """Answers to HTTP requests: turns a request into a submission to the worker, and its pieces into a response or stream."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -9,7 +8,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.error_text import clipped, logger
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import ServerCall, Usage
@@ -20,7 +19,6 @@ from treeflash_jax.serve.threads import Threads
 from treeflash_jax.serve.worker import Piece, Submission
 
 WRITING = 4  # threads that write whole answers
-logger = logging.getLogger("treeflash_jax")
 
 
 class Gone(Exception):

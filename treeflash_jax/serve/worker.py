@@ -1,7 +1,6 @@
 """The thread that owns the device. It runs the scheduler, and sends the pieces of answers to their submissions."""
 
 import asyncio
-import logging
 import queue
 import threading
 import time
@@ -11,7 +10,7 @@ from functools import partial
 
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.error_text import clipped, warn
+from treeflash_jax.core.error_text import clipped, logger, warn
 from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
@@ -29,7 +28,6 @@ from treeflash_jax.serve.request_maker import RequestMaker
 SERVER_ROUNDS_PER_DISPATCH = 4  # new requests, and the end of cancelled ones, wait for the end of a dispatch
 CAPACITY_STEP = 256
 MOST_FAILURES = 3  # number of dispatches that fail in a row before the device counts as lost
-logger = logging.getLogger("treeflash_jax")
 
 
 class QueueFull(Exception):

@@ -1,6 +1,5 @@
 """Reading of prompts by the programs of a plan, a few chunks per dispatch."""
 
-import logging
 import time
 from dataclasses import replace
 from functools import partial
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 
 from treeflash_jax.core import programs, sharding
+from treeflash_jax.core.error_text import logger
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.drafters.protocol import State
@@ -17,7 +17,6 @@ from treeflash_jax.engine.schedule.batching import Batch
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.models.caches import Cache
 
-logger = logging.getLogger("treeflash_jax")
 REPORT_SECONDS = 2.0  # time between two log lines about the same prompt
 
 
