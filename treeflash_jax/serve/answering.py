@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import NamedTuple
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -27,6 +28,19 @@ class Gone(Exception):
 
 class ServerEnds(RuntimeError):
     """The server ends before the answer is finished."""
+
+
+class Submitted(NamedTuple):
+    """A request that was submitted to the worker.
+
+    Attributes:
+      num_tokens: number of tokens of its prompts.
+    """
+
+    exchange: Exchange
+    call: ServerCall
+    submission: Submission
+    num_tokens: int
 
 
 class Answering:
@@ -66,48 +80,46 @@ class Answering:
         if self.worker.error is not None:
             raise HTTPException(503, "decoding ended; see the server's log")
         await request.body()  # must be read before other code receives from the client
-        preparing = asyncio.create_task(self._submit(request, kind))
-        self._preparing.add(preparing)
-        gone = asyncio.create_task(wait_until_gone(request))
-        gone.add_done_callback(lambda _: preparing.cancel())
-        try:
-            exchange, call, submission, num_tokens = await preparing
-        except asyncio.CancelledError:
-            raise ServerEnds("the server ends") if self._has_ended else Gone from None
-        finally:
-            self._preparing.discard(preparing)
-        self._submissions.add(submission)
-        gone.add_done_callback(lambda _: self._drop(submission))
+        submitted = await self._submit_for_client(request, kind)
         results: dict[int, Result] = {}
         if self.keeps_latest:
-            self.latest[exchange.id] = results
+            self.latest[submitted.exchange.id] = results
             if len(self.latest) > KEPT_ANSWERS:
                 del self.latest[next(iter(self.latest))]
-        reader = AnswerReader(call, self.worker.model.tokenizer)
-        if call.streams:
-            events = stream(submission, exchange, reader, results, len(call.prompts), num_tokens, self.writing)
+        reader = AnswerReader(submitted.call, self.worker.model.tokenizer)
+        if submitted.call.streams:
+            events = stream(submitted, reader, results, self.writing)
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        try:
-            async for piece in pieces(submission):
-                results[piece.index] = piece.result
-            ordered = [results[index] for index in range(len(results))]
-            write = partial(_write, exchange, reader, ordered, len(call.prompts))
-            return await self.writing.run(write)
-        except Exception as reason:
-            raise _failure(reason) from None
+        return await whole(submitted, reader, results, self.writing)
 
     async def count(self, request: HttpRequest, kind: type[Exchange]) -> Response:
         """Returns the response to a request for the number of a prompt's tokens. Raises ValueError and HTTPException."""
         exchange, call = await self.reader.read(request, kind, kind.counted_kind)
         return JSONResponse(exchange.count(sum(map(len, await self.reader.encode(call)))))
 
-    async def _submit(self, request: HttpRequest, kind: type[Exchange]) -> tuple[Exchange, ServerCall, Submission, int]:
+    async def _submit_for_client(self, request: HttpRequest, kind: type[Exchange]) -> Submitted:
+        """Submits a request. Once its client is gone, its preparation or submission is cancelled. Raises as `answer`."""
+        preparing = asyncio.create_task(self._submit(request, kind))
+        self._preparing.add(preparing)
+        gone = asyncio.create_task(wait_until_gone(request))
+        gone.add_done_callback(lambda _: preparing.cancel())
+        try:
+            submitted = await preparing
+        except asyncio.CancelledError:
+            raise ServerEnds("the server ends") if self._has_ended else Gone from None
+        finally:
+            self._preparing.discard(preparing)
+        self._submissions.add(submitted.submission)
+        gone.add_done_callback(lambda _: self._drop(submitted.submission))
+        return submitted
+
+    async def _submit(self, request: HttpRequest, kind: type[Exchange]) -> Submitted:
         if self._has_ended:
             raise ServerEnds("the server ends")
         exchange, call = await self.reader.read(request, kind, kind.body_kind)
         submission, num_tokens = await self.reader.make_submission(call)
         self.worker.submit(submission)
-        return exchange, call, submission, num_tokens
+        return Submitted(exchange, call, submission, num_tokens)
 
     def _drop(self, submission: Submission) -> None:
         """Forgets a submission whose client is gone, or has received the whole answer."""
@@ -134,42 +146,54 @@ async def pieces(submission: Submission) -> AsyncIterator[Piece]:
         yield piece
 
 
-def _write(exchange: Exchange, reader: AnswerReader, results: list[Result], num_prompts: int) -> Response:
+async def whole(submitted: Submitted, reader: AnswerReader, results: dict[int, Result], writing: Threads) -> Response:
+    """Returns the response with all answers of a submission. Raises RuntimeError and Gone.
+
+    Args:
+      results: filled with the answers.
+      writing: threads for writing the response, which would hold up the event loop.
+    """
+    try:
+        async for piece in pieces(submitted.submission):
+            results[piece.index] = piece.result
+        ordered = [results[index] for index in range(len(results))]
+        write = partial(_write, submitted, reader, ordered)
+        return await writing.run(write)
+    except Exception as reason:
+        raise _failure(reason) from None
+
+
+def _write(submitted: Submitted, reader: AnswerReader, results: list[Result]) -> Response:
     """Returns the response that contains whole answers."""
     answers = []
     for index, result in enumerate(results):
         chunk = Chunk(ids=result.ids, text=result.text, rounds=len(result.accept_lengths))
         answers.append(reader.read(Piece(index, chunk, result, True)))
-    return JSONResponse(exchange.whole(answers, Usage.count(results, num_prompts)))
+    return JSONResponse(submitted.exchange.whole(answers, Usage.count(results, len(submitted.call.prompts))))
 
 
 async def stream(
-    submission: Submission,
-    exchange: Exchange,
-    reader: AnswerReader,
-    results: dict[int, Result],
-    num_prompts: int,
-    num_tokens: int,
-    writing: Threads,
+    submitted: Submitted, reader: AnswerReader, results: dict[int, Result], writing: Threads
 ) -> AsyncIterator[bytes]:
     """Yields the events of all answers of a submission, or at their end an error.
 
     Args:
       results: filled with the answers so far.
-      num_tokens: number of tokens of the prompts.
       writing: threads that read echoed prompts, which would hold up the event loop.
     """
+    exchange = submitted.exchange
     try:
-        for event in exchange.begin(Usage(num_tokens, 0, 0)):
+        for event in exchange.begin(Usage(submitted.num_tokens, 0, 0)):
             yield event.encode()
-        async for piece in pieces(submission):
+        async for piece in pieces(submitted.submission):
             results[piece.index] = piece.result
             read = partial(reader.read, piece)
             delta = await writing.run(read) if reader.begins_with_prompt(piece) else read()
             if delta.parts or delta.positions or delta.finished:
                 for event in exchange.add(delta):
                     yield event.encode()
-        for event in exchange.end(Usage.count([results[index] for index in sorted(results)], num_prompts)):
+        usage = Usage.count([results[index] for index in sorted(results)], len(submitted.call.prompts))
+        for event in exchange.end(usage):
             yield event.encode()
     except Exception as reason:
         yield exchange.failure(clipped(_failure(reason))).encode()
