@@ -55,7 +55,7 @@ def test_the_features_of_packed_texts_are_those_of_each_text_alone(float64, mode
     """Kernels for packed sequences have no sinks, so that other forms take their place."""
     weights = random_weights(decoder.specs(model), dtype=jnp.float64)
     batch, count = toy_training.make_batch(LENGTHS, SIZE), 0
-    packed = jax.jit(partial(teach, config=model, taps=(0, 1), attention=attention))(weights, batch=batch)
+    packed = jax.jit(partial(teach, verifier=model, taps=(0, 1), attention=attention))(weights, batch=batch)
     packed = jax.device_get(packed)
     for b in range(2):
         for segment in range(1, batch.segments_bt[b].max() + 1):
