@@ -75,14 +75,14 @@ class GenerateConfig:
     )
     seed: int | Sequence[int] = sampling_setting(
         0,
-        "random seed; prompt i uses the key fold_in(seed, i), or fold_in(its own seed, 0) if there is a list of seeds",
+        "random seed; a prompt draws from it and from its index in the call, or from its own seed if there is a list",
         least=0,
         most=2**32 - 1,
         basic=True,
     )
     samples: int = sampling_setting(
         1,
-        "answers per prompt; answer 0 uses the prompt's key, answer j fold_in(prompt's key, j)",
+        "answers per prompt; the first is the answer that samples=1 gives",
         least=1,
         most=MAX_SEQUENCES,
         unit="answers",
@@ -185,8 +185,7 @@ class GenerateConfig:
     )
     shortlist: int | None = drafting_setting(
         None,
-        "number of most likely tokens per depth that a head scores; at every depth, it scores those of all depths; 0: the "
-        "whole vocabulary",
+        "number of likely tokens of each depth that a head scores, those of all depths together; 0: the whole vocabulary",
         unset=f"0; on a CPU {PLAIN_CPU.shortlist} if the vocabulary has {LARGE_VOCABULARY:,} tokens or more",
         least=0,
         unit="tokens",
@@ -217,9 +216,8 @@ class GenerateConfig:
     nodes: int | None = nodes_setting(
         None,
         "tree nodes verified per round, the root (the last token of the text) included",
-        unset="for one path its full length; for a tree the drafter's, usually 16, but at least "
-        f"{TPU.fewest_nodes} on TPUs, at most {PLAIN_CPU.nodes} {ON_PLAIN_CPU}; fewer for batches on TPUs, and for large "
-        "ones on known GPUs",
+        unset="for one path its full length; for a tree the drafter's number (usually 16), at least "
+        f"{TPU.fewest_nodes} on TPUs, at most {PLAIN_CPU.nodes} {ON_PLAIN_CPU}; fewer in batches on accelerators",
         basic=True,
     )
     acceptance: str | None = tree_setting(

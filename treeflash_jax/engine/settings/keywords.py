@@ -88,10 +88,10 @@ class GenerateSettings(TypedDict, total=False):
       top_k: sample from the k most likely tokens; 0 keeps all (default: 0).
       top_p: sample from the most likely tokens of this total probability
         (default: 1.0).
-      seed: random seed; prompt i uses the key fold_in(seed, i), or fold_in(its
-        own seed, 0) if there is a list of seeds (default: 0).
-      samples: answers per prompt; answer 0 uses the prompt's key, answer j
-        fold_in(prompt's key, j) (default: 1).
+      seed: random seed; a prompt draws from it and from its index in the call,
+        or from its own seed if there is a list (default: 0).
+      samples: answers per prompt; the first is the answer that samples=1 gives
+        (default: 1).
       stop: text that ends an answer and is not part of it.
       builder: kind of draft: a tree of the most likely nodes (best-first) or of
         sampled nodes (paths, delayed, without-replacement, skeleton); one path
@@ -103,9 +103,8 @@ class GenerateSettings(TypedDict, total=False):
         setting is given).
       nodes: tree nodes verified per round, the root (the last token of the
         text) included (default: for one path its full length; for a tree the
-        drafter's, usually 16, but at least 64 on TPUs, at most 8 on a CPU not
-        using amx_bf16; fewer for batches on TPUs, and for large ones on known
-        GPUs).
+        drafter's number (usually 16), at least 64 on TPUs, at most 8 on a CPU
+        not using amx_bf16; fewer in batches on accelerators).
       batch_size: sequences decoded together; with fewer prompts, the unused
         slots decode padding. Every size is compiled once (default: the number
         of answers rounded up to 1, 2, 4 or 8; 8 for more).
@@ -155,9 +154,9 @@ class GenerateSettings(TypedDict, total=False):
         or 64 if its head follows the path; on a CPU not using amx_bf16 8).
       children: most likely next tokens kept for every candidate (K in the
         TreeFlash paper) (default: 16).
-      shortlist: number of most likely tokens per depth that a head scores; at
-        every depth, it scores those of all depths; 0: the whole vocabulary
-        (default: 0; on a CPU 32 if the vocabulary has 16,384 tokens or more).
+      shortlist: number of likely tokens of each depth that a head scores, those
+        of all depths together; 0: the whole vocabulary (default: 0; on a CPU 32
+        if the vocabulary has 16,384 tokens or more).
       draft_vocabulary: tokens that a block drafter may draft: the frequent ones
         that its folder lists, or all (one of frequent, all; default: frequent
         if there is a list).
