@@ -104,5 +104,4 @@ def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:
     """Returns an error about a setting, with the setting's name replaced by the name of the field that was sent."""
     if not isinstance(error, WrongValue) or error.name not in sent_names:
         return error
-    name = sent_names[error.name]
-    return WrongValue(str(error).replace(error.name, name, 1), name)
+    return error.renamed(sent_names[error.name])
