@@ -109,11 +109,18 @@ def test_a_supervisor_sees_that_decoding_ended():
     ({}, {"localhost", "127.0.0.1", "[::1]"}),
     ({"host": "::1"}, {"localhost", "127.0.0.1", "[::1]"}),
     ({"allowed_hosts": ["My.Example"]}, {"localhost", "127.0.0.1", "[::1]", "my.example"}),
+    ({"allowed_hosts": ["[FD00::1]", "fd00:0::2"]}, {"localhost", "127.0.0.1", "[::1]", "[fd00::1]", "[fd00::2]"}),
     ({"host": "0.0.0.0"}, None),
     ({"host": "0.0.0.0", "allowed_hosts": ["a"]}, {"localhost", "127.0.0.1", "[::1]", "0.0.0.0", "a"}),
 ])  # fmt: skip
 def test_other_names_are_refused_if_only_this_machine_is_served(options, names):
     assert allowed_hosts(ServeOptions(**options)) == names
+
+
+@pytest.mark.parametrize("host", ["example.org:8443", "[::1]:8000", "https://example.org"])
+def test_a_name_that_no_client_can_send_is_refused(host):
+    options = ServeOptions(allowed_hosts=[host])
+    refused(lambda: allowed_hosts(options), f"got --allowed-hosts '{host}', expected a name without")
 
 
 def test_a_key_is_the_content_of_a_readable_file(tmp_path):
