@@ -20,8 +20,8 @@ from treeflash_jax.constraints import compile_bytes
 from treeflash_jax.serve import limits
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.call_reader import COMPILING, READING
+from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.metrics import Metrics
-from treeflash_jax.serve.threads import Compiler
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -72,7 +72,7 @@ def test_schemas_are_compiled_once_and_a_few_at_a_time():
         running.remove(schema)
 
     async def run() -> None:
-        compiler = Compiler(compile, COMPILING)
+        compiler = ConstraintCompiler(compile, COMPILING)
         tasks = [asyncio.create_task(compiler.compile(schema)) for schema in "abcabca"]
         await until(lambda: len(running) == COMPILING)
         ends.set()
@@ -94,7 +94,7 @@ def test_a_compilation_ends_with_its_last_client():
         started.append(run.returncode)
 
     async def run() -> None:
-        compiler = Compiler(compile, 1)
+        compiler = ConstraintCompiler(compile, 1)
         first, second, other = (asyncio.create_task(compiler.compile(schema)) for schema in ("long", "long", "wrong"))
         while not started:
             await asyncio.sleep(0.01)

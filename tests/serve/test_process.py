@@ -1,5 +1,6 @@
 """The process of the server: its port, its signals and its end."""
 
+import asyncio
 import json
 import os
 import random
@@ -21,7 +22,10 @@ import pytest
 from answers import slow
 from refusals import refused
 from servers import CHAT, wait_for
+from stub_worker import stub_worker
 
+from treeflash_jax.serve.app import make_app
+from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
 from treeflash_jax.serve.process import allowed_hosts, bind, read_key
 
@@ -105,15 +109,37 @@ def test_a_supervisor_sees_that_decoding_ended():
     assert "the server ends" in "".join(lines)
 
 
+def test_an_answer_that_is_submitted_while_the_server_ends_is_ended():
+    """`end` runs after `submit`, before the code that waits for the submission."""
+    worker = stub_worker()
+    app = make_app(worker, Metrics())
+    answering = app.state.answering
+    worker.submit = lambda _: asyncio.get_running_loop().call_soon(answering.end)
+
+    async def post() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+            return await asyncio.wait_for(http.post("/v1/completions", json={"prompt": "a"}), 10)
+
+    response = asyncio.run(post())
+    assert response.status_code == 503 and "the server ends" in response.text and answering.num_unfinished == 1
+
+
 @pytest.mark.parametrize("options, names", [
     ({}, {"localhost", "127.0.0.1", "[::1]"}),
     ({"host": "::1"}, {"localhost", "127.0.0.1", "[::1]"}),
     ({"allowed_hosts": ["My.Example"]}, {"localhost", "127.0.0.1", "[::1]", "my.example"}),
+    ({"allowed_hosts": ["[FD00::1]", "fd00:0::2"]}, {"localhost", "127.0.0.1", "[::1]", "[fd00::1]", "[fd00::2]"}),
     ({"host": "0.0.0.0"}, None),
     ({"host": "0.0.0.0", "allowed_hosts": ["a"]}, {"localhost", "127.0.0.1", "[::1]", "0.0.0.0", "a"}),
 ])  # fmt: skip
 def test_other_names_are_refused_if_only_this_machine_is_served(options, names):
     assert allowed_hosts(ServeOptions(**options)) == names
+
+
+@pytest.mark.parametrize("host", ["example.org:8443", "[::1]:8000", "https://example.org"])
+def test_a_name_that_no_client_can_send_is_refused(host):
+    options = ServeOptions(allowed_hosts=[host])
+    refused(lambda: allowed_hosts(options), f"got --allowed-hosts '{host}', expected a name without")
 
 
 def test_a_key_is_the_content_of_a_readable_file(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from refusals import refused
 
 import treeflash_jax as tf
-from treeflash_jax.constraints import compile_bytes
+from treeflash_jax.constraints.compile_bytes import running_with
 from treeflash_jax.serve.request_maker import RequestMaker
 
 
@@ -17,11 +17,8 @@ def test_requests_find_their_constraints_compiled(tiny):
     assert maker.find_constraints(prompts, {}) == set()
     for constraint in constraints:
         maker.compile(constraint)
-    token = compile_bytes.RUN.set(lambda *_, **__: pytest.fail("a request compiled its constraint again"))
-    try:
+    with running_with(lambda *_, **__: pytest.fail("a request compiled its constraint again")):
         requests = maker.make_requests(prompts, **settings)
-    finally:
-        compile_bytes.RUN.reset(token)
     assert all(request.automaton for request in requests) and requests[0].number + 1 == requests[1].number
     without = RequestMaker(tiny, tf.GenerateConfig(), context=64, schema_states=0)
     refused(lambda: without.find_constraints(prompts, settings), "this server follows no constraints")

@@ -94,13 +94,13 @@ def compile_constraint(
     kind, value = constraint
     if tokenizer is None or not stop_ids:
         missing = "tokenizer.json" if tokenizer is None else "token that ends an answer"
-        raise WrongValue(f"got {kind} {quoted(value)}, but the verifier's folder has no {missing}", kind)
+        raise WrongValue(kind, f"{quoted(value)}, but the verifier's folder has no {missing}")
     if kind in ("schema", "structural_tag"):
         parse_json(value)
     try:
         return _compile(constraint, depth, tokenizer, tuple(stop_ids), vocab_size)
     except Unusable as error:
-        raise WrongValue(f"got {kind} {quoted(value)}, {error}", kind) from None
+        raise WrongValue(kind, f"{quoted(value)}, {error}") from None
 
 
 @functools.lru_cache(maxsize=16)

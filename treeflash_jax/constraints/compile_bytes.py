@@ -4,7 +4,8 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from treeflash_jax.constraints.compiler import compile_process
 from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton
 from treeflash_jax.core.error_text import clipped, logger
 
-RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # starts compilers
+RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # see running_with
 MOST_STATES = 2**17
 MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # limits on the compilation of one constraint
 # Imports neither the package nor JAX. OpenBLAS would reserve memory for every core.
@@ -26,6 +27,16 @@ main()"""
 
 class Unusable(Exception):
     """Raised for a constraint that cannot be compiled. The text says why."""
+
+
+@contextmanager
+def running_with(run: Callable[..., subprocess.CompletedProcess]) -> Iterator[None]:
+    """Starts the compilers of this thread with `run`, a function like `subprocess.run`."""
+    token = RUN.set(run)
+    try:
+        yield
+    finally:
+        RUN.reset(token)
 
 
 def compile_bytes(kind: str, value: str | Sequence[str], depth: int, tokens: Sequence[str] = ()) -> ByteAutomaton:

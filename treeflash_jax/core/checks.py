@@ -24,20 +24,24 @@ def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") 
 
 
 class WrongValue(ValueError):
-    """Raised for a wrong value.
+    """Raised for a wrong value. Its text is "got NAME ENDING", after the file `where`, if any.
 
     Attributes:
       name: name of the value.
     """
 
-    def __init__(self, text: str, name: str):
-        super().__init__(text)
-        self.name = name
+    def __init__(self, name: str, ending: str, where: str = ""):
+        super().__init__((f"{where}: " if where else "") + f"got {name} {ending}")
+        self.name, self._ending, self._where = name, ending, where
+
+    def renamed(self, name: str) -> "WrongValue":
+        """Returns the error with another name of the value."""
+        return WrongValue(name, self._ending, self._where)
 
 
 def refusal(name: str, value: Any, expected: str, where: str = "") -> WrongValue:
     """Returns the error of `expect`, to be raised."""
-    return WrongValue((f"{where}: " if where else "") + f"got {name} {quoted(value)}, expected {expected}", name)
+    return WrongValue(name, f"{quoted(value)}, expected {expected}", where)
 
 
 def coerce(

@@ -68,8 +68,9 @@ class Answering:
     def end(self) -> None:
         """Ends all answers with an error, and refuses new requests."""
         self._has_ended = True
-        self.num_unfinished = len(self._preparing) + len(self._submissions)
-        for task in self._preparing:
+        preparing = [task for task in self._preparing if not task.done()]
+        self.num_unfinished = len(preparing) + len(self._submissions)
+        for task in preparing:
             task.cancel()
         for submission in self._submissions:
             submission.pieces.put_nowait(ServerEnds("the server ends"))
@@ -109,7 +110,6 @@ class Answering:
             raise ServerEnds("the server ends") if self._has_ended else Gone from None
         finally:
             self._preparing.discard(preparing)
-        self._submissions.add(submitted.submission)
         gone.add_done_callback(lambda _: self._drop(submitted.submission))
         return submitted
 
@@ -119,6 +119,7 @@ class Answering:
         exchange, call = await self.reader.read(request, kind, kind.body_kind)
         submission, num_tokens = await self.reader.make_submission(call)
         self.worker.submit(submission)
+        self._submissions.add(submission)  # here, because `end` may run before the awaiting task does
         return Submitted(exchange, call, submission, num_tokens)
 
     def _drop(self, submission: Submission) -> None:

@@ -51,7 +51,7 @@ class Tools:
         unknown = sorted((self.allowed or frozenset()) - names)
         expect(not unknown, "tool_choice", ", ".join(unknown), f"one of tools: {', '.join(sorted(names)) or 'none'}")
         if self.is_forced and not self.functions:
-            raise WrongValue("got tool_choice that demands a call, but no tools to call", "tool_choice")
+            raise WrongValue("tool_choice", "that demands a call, but no tools to call")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,11 @@ from starlette.exceptions import HTTPException
 from treeflash_jax.core.checks import WrongValue
 from treeflash_jax.core.error_text import clipped, warn
 from treeflash_jax.serve.call import ServerCall
+from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
 from treeflash_jax.serve.model_form import model_prompts, model_settings
 from treeflash_jax.serve.protocols.exchange import Exchange, Served
-from treeflash_jax.serve.threads import Compiler, Threads
+from treeflash_jax.serve.threads import Threads
 from treeflash_jax.serve.worker import Submission, Worker
 
 READING, COMPILING = 8, 2  # threads for bodies, and for schemas, which take up to 2 GiB each
@@ -36,7 +37,7 @@ class CallReader:
         self.names = names or (Path(given).resolve().name if Path(given).exists() else given,)
         self.served = Served(self.names[0], created)
         self.threads = Threads(READING)
-        self.compiler = Compiler(worker.request_maker.compile, COMPILING)
+        self.compiler = ConstraintCompiler(worker.request_maker.compile, COMPILING)
         self._ignored: set[str] = set()
 
     async def parse(self, request: HttpRequest, kind: type[B]) -> B:
@@ -103,5 +104,4 @@ def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:
     """Returns an error about a setting, with the setting's name replaced by the name of the field that was sent."""
     if not isinstance(error, WrongValue) or error.name not in sent_names:
         return error
-    name = sent_names[error.name]
-    return WrongValue(str(error).replace(error.name, name, 1), name)
+    return error.renamed(sent_names[error.name])

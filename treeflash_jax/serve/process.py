@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,13 +39,14 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     key = None if options.api_key_file is None else read_key(options.api_key_file)
     metrics = Metrics()
     listener = bind(options.host, options.port)
+    hosts = allowed_hosts(options)
     worker = Worker(model, config, metrics, options)
     worker.start()
     app = make_app(
         worker,
         metrics,
         key,
-        hosts=allowed_hosts(options),
+        hosts=hosts,
         has_page=options.ui,
         names=options.served_model_name,
         origins=options.allowed_origins,
@@ -76,15 +77,22 @@ def read_key(path: str) -> str:
 
 
 def allowed_hosts(options: ServeOptions) -> set[str] | None:
-    """Returns the host names by which clients may call the server; None for any."""
+    """Returns the host names by which clients may call the server; None for any. Raises ValueError for names with ports."""
     try:
         is_local = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
     except ValueError:  # another name
         is_local = False
     if not is_local and not options.allowed_hosts:
         return None
-    given = [f"[{host}]" if ":" in host else host.lower() for host in (options.host, *options.allowed_hosts)]
-    return {"localhost", "127.0.0.1", "[::1]", *given}
+    return {"localhost", "127.0.0.1", "[::1]", *map(_host_name, (options.host, *options.allowed_hosts))}
+
+
+def _host_name(host: str) -> str:
+    """Returns a host name as clients send it in the header Host, without the port."""
+    with suppress(ValueError):  # another name
+        return f"[{ipaddress.IPv6Address(host.strip('[]'))}]"
+    expect(":" not in host, "--allowed-hosts", host, "a name without scheme and port")
+    return host.lower()
 
 
 def bind(host: str, port: int) -> socket.socket:

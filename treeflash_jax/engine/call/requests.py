@@ -142,8 +142,7 @@ def find_stops(
     if not stop:
         return (), tuple(stop_ids)
     if tokenizer is None:
-        missing = "got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead"
-        raise WrongValue(missing, "stop")
+        raise WrongValue("stop", "strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
     special = {token.content: i for i, token in tokenizer.inner.added_tokens_decoder.items() if token.special}
     ids = [special[text] for text in stop if text in special]
     return tuple(text for text in stop if text not in special), (*stop_ids, *ids)
