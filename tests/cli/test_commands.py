@@ -323,9 +323,11 @@ def test_chat_remembers_the_conversation(heard, converse):
 
 @pytest.mark.parametrize(("pieces", "stop", "message", "answers"), [
     (["Yes"], jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory"), "error: RESOURCE_EXHAUSTED: memory", []),
+    (["Yes"], KeyboardInterrupt(), "interrupted", ["A", "Yes"]),
+    ([], KeyboardInterrupt(), "interrupted", []),
 ])  # fmt: skip
 def test_a_turn_that_does_not_end_leaves_a_conversation_that_goes_on(tiny, monkeypatch, pieces, stop, message, answers):
-    """A failed turn is removed."""
+    """A failed turn is removed, as is one that Ctrl-C ends before its first text."""
     heard = []
 
     def stream(model, messages, **_):

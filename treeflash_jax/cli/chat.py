@@ -31,7 +31,7 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
 
     If a conversation outgrows the context, its oldest turns are dropped. If a turn fails (for example, because a message is
     longer than the context, or the device has no memory left), one line reports it and the turn is removed. Ctrl-C ends an
-    answer and keeps its text so far.
+    answer and keeps its text so far; without text, the turn is removed.
 
     Raises ValueError before the first turn if the model has no chat template or settings are invalid.
     """
@@ -76,6 +76,9 @@ def answer(conversation: Conversation, message: str) -> None:
         conversation.messages.pop()
         raise
     except KeyboardInterrupt:
+        if not text:
+            conversation.messages.pop()
+            raise
         console.print("\n[dim]interrupted[/dim]")
     conversation.messages.append({"role": "assistant", "content": text})
     conversation.last = result
