@@ -10,7 +10,6 @@ two is the baseline. Prints a table and writes a summary as JSON. Compilation is
 import json
 import time
 from collections import Counter
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,9 +113,16 @@ def make_systems(model: tf.TreeFlash, settings: MeasureConfig) -> list[System]:
     plain = tf.GenerateConfig(builder="none", **limits)
     usual = model.plan(plain).attention
     other = "streamed" if usual == "xla" else "xla"
-    ngrams = copy(model)
-    ngrams.drafter, ngrams.weights = NgramDrafter(), replace(model.weights, drafter={})
-    ngrams.names = (model.names[0], "ngram")
+    ngrams = tf.TreeFlash(
+        model.verifier,
+        replace(model.weights, drafter={}),
+        drafter=NgramDrafter(),
+        tokenizer=model.tokenizer,
+        stop_ids=model.stop_ids,
+        mesh=model.mesh,
+        names=(model.names[0], "ngram"),
+        recommended=model.recommended,
+    )
     systems = {
         f"drafted, {nodes} nodes": (model, tf.GenerateConfig(nodes=nodes, **limits)),
         NGRAMS: (ngrams, tf.GenerateConfig(builder="best-first", **limits)),

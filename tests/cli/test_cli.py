@@ -22,7 +22,7 @@ from treeflash_jax.bench import check
 from treeflash_jax.cli import commands, demo
 from treeflash_jax.cli.chat_commands import parse_value
 from treeflash_jax.cli.commands import main
-from treeflash_jax.cli.prompt_options import parse_prompts
+from treeflash_jax.cli.prompt_options import parse_prompts, read_chats
 from treeflash_jax.core.setting_options import option_values
 from treeflash_jax.core.settings import default_text
 from treeflash_jax.engine import loading
@@ -145,6 +145,13 @@ def test_prompts_are_words_options_files_or_standard_input(heard, monkeypatch, t
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert main(["generate", *shlex.split(arguments)]) == 0
     assert heard.prompts == expected and list(map(type, heard.prompts)) == list(map(type, expected))
+
+
+def test_a_chat_without_a_prompt_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    chats = HI, [{"role": "assistant", "content": "Ho."}]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    refused(lambda: read_chats(str(path)), f"{path}:2: got an answer alone, expected a user's message before it")
 
 
 def test_a_schema_is_json_text_or_a_file_of_it(capsys, tmp_path):

@@ -321,6 +321,27 @@ def test_chat_remembers_the_conversation(heard, converse):
     assert chats[1][1]["content"] == "Yes." and printed.count("Yes.") == 3
 
 
+@pytest.mark.parametrize(("pieces", "stop", "message", "answers"), [
+    (["Yes"], jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory"), "error: RESOURCE_EXHAUSTED: memory", []),
+    (["Yes"], KeyboardInterrupt(), "interrupted", ["A", "Yes"]),
+    ([], KeyboardInterrupt(), "interrupted", []),
+])  # fmt: skip
+def test_a_turn_that_does_not_end_leaves_a_conversation_that_goes_on(tiny, monkeypatch, pieces, stop, message, answers):
+    """A failed turn is removed, as is one that Ctrl-C ends before its first text."""
+    heard = []
+
+    def stream(model, messages, **_):
+        heard.append([message["content"] for message in messages])
+        yield from (tf.Chunk(ids=[5], text=text, rounds=1) for text in pieces)
+        raise stop
+
+    monkeypatch.setattr(TreeFlash, "stream", stream)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=["A", "B", "/quit"]))
+    console = Console(file=io.StringIO(), width=200)
+    chat.converse(tiny, console)
+    assert heard == [["A"], [*answers, "B"]] and console.file.getvalue().count(message) == 2
+
+
 def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatch):
     context, rooms, prepare = tiny.verifier.max_positions, [], TreeFlash.prepare
     length = len(tiny.encode("Hello."))

@@ -57,7 +57,7 @@ def test_large_batches_get_smaller_trees_on_known_accelerators(trained, monkeypa
         return model.plan(GenerateConfig(**settings), batch)
 
     assert plan().num_nodes == nodes and plan().drafts == (nodes > 1)
-    note = "drafting does not pay on NVIDIA H100 80GB HBM3 for 512 sequences at a time (nodes=8 drafts anyway)"
+    note = "drafting does not pay on NVIDIA H100 80GB HBM3 for 512 sequences at a time; nodes=8 (--nodes 8) drafts anyway"
     assert plan().why_plain == (note if nodes == 1 else None)
     assert plan(nodes=8).num_nodes == 8
     assert plan(builder="skeleton").num_nodes == max(nodes, 2)

@@ -115,7 +115,7 @@ def test_a_reason_is_given_for_decoding_one_token_at_a_time(tiny):
         return plan(tiny, device, jnp.bfloat16, replace(tiny.drafter, tau=2.5), sequences, **settings).why_plain
 
     assert why(ZEN5) is None and why(ZEN5, 4, nodes=4) is None
-    assert "does not pay on this CPU in bfloat16 for 4 sequences at a time (nodes=8 drafts anyway)" in why(ZEN5, 4)
+    assert "not pay on this CPU in bfloat16 for 4 sequences at a time; nodes=8 (--nodes 8) drafts anyway" in why(ZEN5, 4)
     assert "does not pay on NVIDIA H100" in why(H100, 256)
 
 

@@ -8,6 +8,7 @@ import pytest
 import toy_training
 from jax._src import distributed, xla_bridge
 from jax._src.clusters import cloud_tpu_cluster
+from refusals import refused
 
 from train.runtime import hosts
 
@@ -59,6 +60,10 @@ def test_a_process_whose_devices_are_in_use_is_alone(cluster, monkeypatch):
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
     tasks = {"JOB_ID": "4097", "STEP_NODELIST": "node[07-10]", "NTASKS": "4", "PROCID": "2", "LOCALID": "0"}
     assert not cluster({f"SLURM_{name}": value for name, value in tasks.items()})
+
+
+def test_a_number_that_is_none_is_refused_by_its_name(cluster):
+    refused(lambda: cluster({"JAX_NUM_PROCESSES": "two"}), "got JAX_NUM_PROCESSES 'two', expected an integer")
 
 
 def test_processes_that_cannot_be_joined_are_one_error(cluster):

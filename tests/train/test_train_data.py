@@ -288,7 +288,7 @@ def test_bad_settings_and_tokenizers(tmp_path, templated):
     for template, message in (
         (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "line 1: .*chat template refuses: roles must alternate"),
-        (UNLIKE, "line 1: got a chat template whose generation prompt does not begin its answers"),
+        (UNLIKE, "line 1: got a last answer that does not begin with the template's generation prompt"),
     ):
         refused(partial(load, path, templated(template)), *message.split(".*"))
 

@@ -351,6 +351,14 @@ def test_a_folder_of_an_earlier_version_is_refused(prompts, tmp_path):
     refused(lambda: pair.main(settings), "was begun by an earlier version", "give another out=")
 
 
+def test_n_grams_alone_need_no_memory_for_the_drafter(tiny):
+    tiny.check_memory(batch=1, capacity=64, drafts=True, can_cut=False)  # counts the weights of the pair, once
+    systems = measure.make_systems(tiny, measure.MeasureConfig(verifier="tiny", drafter="tiny", respond="x", out="x"))
+    [alone] = (system.model for system in systems if system.name == measure.NGRAMS)
+    assert alone._weight_bytes == (tiny._weight_bytes[0], 0) and alone.names == ("tiny", "ngram")
+    assert (alone.stop_ids, alone.tokenizer, alone.recommended) == (tiny.stop_ids, tiny.tokenizer, tiny.recommended)
+
+
 @pytest.mark.parametrize(("seconds", "count"), [(0.0, 16), (1.0, 2), (20.0, 3), (1000.0, 16)])
 def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, count):
     """An answer takes a second: four systems answer a prompt at two temperatures in 8 s. The faster baseline counts."""
@@ -367,7 +375,8 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, count):
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     answering = SimpleNamespace(thinking=True, template={"effort": "high"})
     plan, weights = SimpleNamespace(num_nodes=8, attention="streamed"), Weights(None, None)
-    model = SimpleNamespace(plan=lambda _: plan, weights=weights, names=("x", "x"))
+    unused = dict.fromkeys(("verifier", "tokenizer", "mesh", "recommended"))
+    model = SimpleNamespace(plan=lambda _: plan, weights=weights, names=("x", "x"), stop_ids=(), **unused)
     monkeypatch.setattr(measure.tf, "load", lambda **how: loaded.append(how) or model)
     monkeypatch.setattr(measure.run_config, "load", lambda *_: answering)
     asked = [SimpleNamespace(ids=[i]) for i in range(20)]

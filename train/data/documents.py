@@ -99,7 +99,7 @@ def chat_documents(tokenizer: Tokenizer, records: Sequence[Record], prompt_weigh
     that includes the turn, and this must be a prefix of the whole chat. Earlier turns that a template rewrites (Qwen3 drops
     their thinking) fail this test, and have no weight. Messages after the last assistant turn are left out.
 
-    Raises ValueError, with the place, for a chat without a turn that passes.
+    Raises ValueError, with the place, for a chat without assistant turns, and if the last of them fails.
     """
     rendered = []
     for record in records:
@@ -184,5 +184,5 @@ def _weigh(prefixes: list[list[int]], ends: set[int], prompt_weight: float) -> D
             stop = max((n + 1 for n, token in enumerate(span) if token in ends), default=len(span))
             weights_n[start : start + stop] = 1
     if start is None:
-        raise ValueError("got a chat template whose generation prompt does not begin its answers, expected one that does")
+        raise ValueError("got a last answer that does not begin with the template's generation prompt, expected it to")
     return Document(np.array(whole, np.int32), weights_n)

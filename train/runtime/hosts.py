@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from train.data.packing import PackedBatch
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import files, sharding, terminal
+from treeflash_jax.core.checks import coerce
 from treeflash_jax.core.error_text import clipped
 
 # Beginnings of JAX's errors if it detects no cluster, and if this process has already used its devices.
@@ -29,10 +30,10 @@ def connect() -> None:
 
     SIGTERM ends this process as usual: JAX's own handler, which only notes the signal, is removed.
 
-    Raises ValueError if the other processes cannot be joined.
+    Raises ValueError if a variable is no number, or the other processes cannot be joined.
     """
     names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-    given = {name: int(os.environ[key]) for name, key in names.items() if key in os.environ}
+    given = {name: coerce(int, os.environ[key], key, from_text=True) for name, key in names.items() if key in os.environ}
     if jax.distributed.is_initialized() or given.get("num_processes") == 1:
         return
     try:

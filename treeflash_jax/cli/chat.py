@@ -30,7 +30,8 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
     """Reads user turns and commands until /quit, /exit or end of input. Samples answers as the model recommends.
 
     If a conversation outgrows the context, its oldest turns are dropped. If a turn fails (for example, because a message is
-    longer than the context), one line reports it and the turn is removed. Ctrl-C ends an answer and keeps its text so far.
+    longer than the context, or the device has no memory left), one line reports it and the turn is removed. Ctrl-C ends an
+    answer and keeps its text so far; without text, the turn is removed.
 
     Raises ValueError before the first turn if the model has no chat template or settings are invalid.
     """
@@ -51,7 +52,7 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
         try:
             if turn and not obey(conversation, turn):
                 answer(conversation, turn)
-        except (ValueError, OSError) as error:  # OSError: raised by /save
+        except (ValueError, OSError, RuntimeError) as error:  # of settings, of /save, of the device
             console.print(f"error: {clipped(error)}", markup=False)
         except KeyboardInterrupt:
             console.print("\n[dim]interrupted[/dim]")
@@ -71,10 +72,13 @@ def answer(conversation: Conversation, message: str) -> None:
                     text += piece.text
                 else:
                     result = piece
-    except ValueError:
+    except Exception:
         conversation.messages.pop()
         raise
     except KeyboardInterrupt:
+        if not text:
+            conversation.messages.pop()
+            raise
         console.print("\n[dim]interrupted[/dim]")
     conversation.messages.append({"role": "assistant", "content": text})
     conversation.last = result

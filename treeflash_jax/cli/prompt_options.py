@@ -135,10 +135,12 @@ def read_chats(path: str) -> list[list[dict[str, str]]]:
     for number, record in read_jsonl(path):
         try:
             messages = read_messages(record)
+            if messages[-1]["role"] == "assistant":
+                messages.pop()
+            if not messages:
+                raise ValueError("got an answer alone, expected a user's message before it")
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
-        if messages[-1]["role"] == "assistant":
-            messages.pop()
         chats.append(messages)
     return chats
 

@@ -110,7 +110,7 @@ def _why_plain(
         return None
     where = f"this CPU in {jnp.dtype(dtype).name}" if device.is_cpu else device.kind
     together = f" for {sequences} sequences at a time" if defaults.drafting_pays(device, dtype, drafter.tau) else ""
-    return f"drafting does not pay on {where}{together} (nodes=8 drafts anyway)"
+    return f"drafting does not pay on {where}{together}; nodes=8 (--nodes 8) drafts anyway"
 
 
 def _check_settings(config: GenerateConfig, drafter: Drafter, name: str, builder: Builder) -> None:
