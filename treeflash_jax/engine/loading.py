@@ -23,10 +23,10 @@ from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.defaults import (
     choose_dtype,
     choose_nodes,
+    find_defaults,
     keeps_fp8,
     keeps_groups,
     merges_weights,
-    of_device,
 )
 from treeflash_jax.engine.settings.keywords import LoadOptions
 from treeflash_jax.engine.settings.model_options import ModelOptions
@@ -162,7 +162,7 @@ def _choose_schemes(
         if stored is None:
             return None
         device = sharding.device(mesh)
-        tokens = 1 if drafter is None else choose_nodes(drafter, of_device(device, dtype))
+        tokens = 1 if drafter is None else choose_nodes(drafter, find_defaults(device, dtype))
         if stored == "fp8":
             return stored if keeps_fp8(device, dtype, tokens) else None
         limit = usable_memory(mesh)
