@@ -1,6 +1,5 @@
 """`tf.load`: finds a pair's files, chooses dtype and quantisation, checks that it fits the devices, and reads weights."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -211,17 +210,3 @@ def _available_dtype(name: str) -> jnp.dtype:
     is_available = name != "float64" or jax.config.jax_enable_x64
     expect(is_available, "dtype", name, 'jax.config.update("jax_enable_x64", True) before it')
     return jnp.dtype(name)
-
-
-def verifier_for_command(name: str | None) -> str:
-    """Returns the name of the verifier. None: the default, with a printed note if it is tiny."""
-    if name is None:
-        name, why = pairs.default_verifier()
-        if why:
-            print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
-    return name
-
-
-def load_for_command(verifier: str | None = None, **options: Unpack[LoadOptions]) -> TreeFlash:
-    """Loads a model like `load`, by default the verifier that `verifier_for_command` chooses."""
-    return load(verifier=verifier_for_command(verifier), **options)
