@@ -21,7 +21,7 @@ from train.data import packing
 from train.data.documents import DataConfig
 from train.data.records import Source, read_records
 from train.runtime import frozen_inputs, hosts, loop, run_config, watch
-from train.runtime.training_state import Sums, TrainTask, place
+from train.runtime.training_state import Sums, TrainTask, place_weights
 from train.stages import losses
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.dtypes import dtype_setting
@@ -102,7 +102,7 @@ def main(settings: FromScratchConfig) -> None:
     hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
     initial = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
-    params, length = place(initial, specs, mesh, jnp.float32), settings.data.sequence_length
+    params, length = place_weights(initial, specs, mesh, jnp.float32), settings.data.sequence_length
     sums = partial(next_token_sums, config=config, dtype=dtype)
     flops = 6.0 * parameters.count(params) * settings.loop.batch * length
     task = TrainTask(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)

@@ -90,7 +90,7 @@ def test_small_trees_of_a_network_per_level_are_shallow_and_narrow_where_every_t
 
 
 def test_a_server_has_one_slot_where_every_token_costs():
-    slots = {device: defaults.of_device(device, jnp.bfloat16).slots for device in (Device("cpu"), ZEN5, AMX, H100)}
+    slots = {device: defaults.find_defaults(device, jnp.bfloat16).slots for device in (Device("cpu"), ZEN5, AMX, H100)}
     assert slots == {Device("cpu"): 1, ZEN5: 1, AMX: 8, H100: 8}
 
 

@@ -54,7 +54,8 @@ def test_means_of_sums():
 
 def place(mesh):
     params, frozen = weights()
-    return training_state.place(params, SPECS, mesh, jnp.float32), training_state.place(frozen, FROZEN, mesh, jnp.float32)
+    params = training_state.place_weights(params, SPECS, mesh, jnp.float32)
+    return params, training_state.place_weights(frozen, FROZEN, mesh, jnp.float32)
 
 
 def make_corpus(held_out=(6, 3)):

@@ -37,8 +37,8 @@ def run(task, steps, sizes=None, *, accumulate=1, batches=make_batch):
             lambda params: training_state.initial_state(task, transform, params, batches(0)),
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
         )
-        now = start(training_state.place(params, SPECS, mesh, jnp.float32))
-        frozen = training_state.place(frozen, FROZEN, mesh, task.compute_dtype)
+        now = start(training_state.place_weights(params, SPECS, mesh, jnp.float32))
+        frozen = training_state.place_weights(frozen, FROZEN, mesh, task.compute_dtype)
         update = jax.jit(
             training_state.make_update(task, transform, steps=8, accumulate=accumulate, seed=SEED, log_every=2)
         )

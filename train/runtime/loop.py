@@ -70,7 +70,7 @@ def fit(
     Args:
       settings: settings of the stage. `fit` reads only `run`, `loop`, `optimizer` and `data`, but all settings are stored,
         and must be the same when the run continues.
-      params, frozen: initial weights, and weights that are only read, both on the mesh (`training_state.place`).
+      params, frozen: initial weights, and weights that are only read, both on the mesh (`training_state.place_weights`).
       inputs: frozen inputs, which checkpoints note. A run that continues must have the same ones.
       evaluate: function that returns metrics of the weights, which are added to those of held-out sequences. Its second
         argument receives its progress.

@@ -282,7 +282,7 @@ def _fsdp_partition(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*("fsdp" if axis == _fsdp_axis(spec) else None for axis in range(len(spec.shape))))
 
 
-def place(tree: Any, specs: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
+def place_weights(tree: Any, specs: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     """Puts weights on the mesh by their specs. Every process must hold the same values."""
 
     def leaf(spec: Spec, x: Any) -> jax.Array:

@@ -34,7 +34,7 @@ from train.runtime import frozen_inputs, hosts, loop, picture, run_config, watch
 from train.runtime.checkpoint import check_inputs
 from train.runtime.flops import step_flops
 from train.runtime.frozen_inputs import FrozenInputs
-from train.runtime.training_state import SumsFunction, TrainTask, abstract_batch, place
+from train.runtime.training_state import SumsFunction, TrainTask, abstract_batch, place_weights
 from train.stages import choices
 from train.stages.evaluation import EvaluateConfig, assemble, make_tau_measure
 from train.stages.teacher import record
@@ -291,9 +291,9 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
         )
     stored = read_stored(settings, drafter, counts_v)
     scales = {"norm": weights["norm"] + 1} if verifier.offset_norms else {}  # norms of drafters store their whole scale
-    params = place(settings.fresh(drafter, weights | scales, stored), task.specs, mesh, jnp.float32)
+    params = place_weights(settings.fresh(drafter, weights | scales, stored), task.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {
-        name: place(stored[name], specs, mesh, task.compute_dtype)
+        name: place_weights(stored[name], specs, mesh, task.compute_dtype)
         for name, specs in task.frozen_specs.items()
         if name != "verifier"
     }

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from treeflash_jax.bench import report, shapes
 from treeflash_jax.bench.bench_records import environment, print_progress, read_kept
+from treeflash_jax.bench.command_loading import load_for_command
 from treeflash_jax.bench.phases import Bench, measure
 from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.setting_options import add_options, option_values
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.engine.loading import load_for_command
 from treeflash_jax.engine.settings.defaults import choose_dtype
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions

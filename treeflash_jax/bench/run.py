@@ -20,13 +20,13 @@ from typing import Any
 
 from treeflash_jax.bench import bench_records, harness, report
 from treeflash_jax.bench.bench_records import BenchRecord
+from treeflash_jax.bench.command_loading import load_for_command, verifier_for_command
 from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.prompt_sets import BUNDLED, BenchPrompt, choose_prompts, make_chat
 from treeflash_jax.core import files
 from treeflash_jax.core.setting_options import add_options, option_values
 from treeflash_jax.core.settings import coerce_field, field_names, setting
 from treeflash_jax.engine.call.prompts import parse_ids
-from treeflash_jax.engine.loading import load_for_command, verifier_for_command
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions

@@ -24,6 +24,7 @@ from treeflash_jax.bench.check import (
     describe_reference,
     describe_verdict,
 )
+from treeflash_jax.bench.command_loading import load_for_command
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_settings, note_single_choice
 from treeflash_jax.cli.chat import ChatOptions, converse, ending, format_statistics
@@ -38,7 +39,6 @@ from treeflash_jax.core.settings import field_names
 from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.prompts import Prompt
-from treeflash_jax.engine.loading import load_for_command
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig

@@ -24,7 +24,9 @@ from jax.typing import DTypeLike
 
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
-from treeflash_jax.decoding import accepting, processors, rounds
+from treeflash_jax.decoding import processors, rounds
+from treeflash_jax.decoding.emitting import emit_first_token
+from treeflash_jax.decoding.scoring import score_tokens
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, LogProbs, Sampling, SharedPlan, Weights, pin
 from treeflash_jax.drafters import NewPositions, State
 from treeflash_jax.models import caches, decoder, kernels
@@ -117,7 +119,7 @@ def prefill_chunks(
     if plan.scores_prompts:
         state = state.replace(log_probs=read.log_probs)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
-    state = accepting.emit_first_token(weights, state.replace(cache=cache), read.hidden_bd, count_b, plan, first_b)
+    state = emit_first_token(weights, state.replace(cache=cache), read.hidden_bd, count_b, plan, first_b)
     if plan.loaded_drafter and plan.loaded_drafter.reads_tokens:  # the token after the last prompt position
         first_b1 = pick(state.tokens_bs, length_b[:, None])
         new = NewPositions(read.features_bj[:, None], first_b1, count_b, plan.prefill_attention)
@@ -187,7 +189,7 @@ def _run_chunks(
         if plan.scores_prompts:
             is_known_bt = positions_bt + 1 < length_b[:, None]
             places = next_bt, positions_bt + 1, is_known_bt
-            log_probs = accepting.score_tokens(weights, plan.verifier, log_probs, out.hidden_btd, *places)
+            log_probs = score_tokens(weights, plan.verifier, log_probs, out.hidden_btd, *places)
         kept_b = caches.count_after(count_b, hidden_bd[:, 0])
         count, cache = read.count + 1, caches.commit(cache, out.new, kept_b)
         return _Reading(count, cache, drafter, hidden_bd, features_bj, log_probs)

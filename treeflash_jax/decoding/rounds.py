@@ -18,8 +18,9 @@ from jax import lax
 
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
-from treeflash_jax.decoding.accepting import DRAFT_STREAM, EmittedPath, accept_path, emit, round_keys
+from treeflash_jax.decoding.accepting import DRAFT_STREAM, EmittedPath, accept_path, round_keys
 from treeflash_jax.decoding.automaton import ConstrainedExpander
+from treeflash_jax.decoding.emitting import emit
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.decoding.tree_choice import choose_trees
 from treeflash_jax.drafters import Inputs, NewPositions

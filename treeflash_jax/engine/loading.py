@@ -1,6 +1,5 @@
 """`tf.load`: finds a pair's files, chooses dtype and quantisation, checks that it fits the devices, and reads weights."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -23,10 +22,10 @@ from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.defaults import (
     choose_dtype,
     choose_nodes,
+    find_defaults,
     keeps_fp8,
     keeps_groups,
     merges_weights,
-    of_device,
 )
 from treeflash_jax.engine.settings.keywords import LoadOptions
 from treeflash_jax.engine.settings.model_options import ModelOptions
@@ -162,7 +161,7 @@ def _choose_schemes(
         if stored is None:
             return None
         device = sharding.device(mesh)
-        tokens = 1 if drafter is None else choose_nodes(drafter, of_device(device, dtype))
+        tokens = 1 if drafter is None else choose_nodes(drafter, find_defaults(device, dtype))
         if stored == "fp8":
             return stored if keeps_fp8(device, dtype, tokens) else None
         limit = usable_memory(mesh)
@@ -211,17 +210,3 @@ def _available_dtype(name: str) -> jnp.dtype:
     is_available = name != "float64" or jax.config.jax_enable_x64
     expect(is_available, "dtype", name, 'jax.config.update("jax_enable_x64", True) before it')
     return jnp.dtype(name)
-
-
-def verifier_for_command(name: str | None) -> str:
-    """Returns the name of the verifier. None: the default, with a printed note if it is tiny."""
-    if name is None:
-        name, why = pairs.default_verifier()
-        if why:
-            print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
-    return name
-
-
-def load_for_command(verifier: str | None = None, **options: Unpack[LoadOptions]) -> TreeFlash:
-    """Loads a model like `load`, by default the verifier that `verifier_for_command` chooses."""
-    return load(verifier=verifier_for_command(verifier), **options)

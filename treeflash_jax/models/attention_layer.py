@@ -102,12 +102,14 @@ class AttentionLayer(LayerKind):
             q_bthe, *new, gate_bthe = queries_keys_values(params, config, x_btd, table)
             new = tuple(new)
             seen = join_positions(earlier, new)
-        how: dict[str, Any] = {"sinks_h": params.get("sinks"), "implementation": inputs.attention}
+        sinks_h = params.get("sinks")
         if isinstance(inputs.mask_btu, PackedMask):
-            mixed_bthe = packed_attention(q_bthe, *seen, mask_btu, **how)
+            mixed_bthe = packed_attention(q_bthe, *seen, mask_btu, sinks_h=sinks_h, implementation=inputs.attention)
         else:
-            how |= {"first_bt": first_bt, "window": config.window}
-            mixed_bthe = tree_attention(q_bthe, *seen, mask_btu, state, inputs.length_b, **how)
+            mixed_bthe = tree_attention(
+                q_bthe, *seen, mask_btu, prefix=state, length_b=inputs.length_b,
+                first_bt=first_bt, window=config.window, sinks_h=sinks_h, implementation=inputs.attention,
+            )  # fmt: skip
         if gate_bthe is not None:
             mixed_bthe *= jax.nn.sigmoid(gate_bthe)
         return layers.project_output(params, mixed_bthe), new

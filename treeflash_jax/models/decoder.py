@@ -148,10 +148,10 @@ def forward(
     dtype = x_btd.dtype
     inputs_lbtp = layer_inputs(params, config, tokens_bt, x_btd)
     x_btd = x_btd.astype(residual_dtype or dtype)
-    where = positions_bt, mask_btu, cache
     out = through_layers(
-        params, config, x_btd, *where, earlier=earlier, taps=taps, attention=attention, inputs_lbtp=inputs_lbtp
-    )
+        params, config, x_btd, positions_bt, mask_btu, cache,
+        earlier=earlier, taps=taps, attention=attention, inputs_lbtp=inputs_lbtp,
+    )  # fmt: skip
     return out.replace(features_btj=out.features_btj.astype(dtype))
 
 

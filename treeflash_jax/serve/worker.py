@@ -19,7 +19,7 @@ from treeflash_jax.engine.schedule.batching import refill_size
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
-from treeflash_jax.engine.settings.defaults import of_device
+from treeflash_jax.engine.settings.defaults import find_defaults
 from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS, GenerateConfig
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
@@ -98,7 +98,7 @@ class Worker(threading.Thread):
         config = replace(config, sampling="model", log_probs=True, top_log_probs=num_top)
         self.error: BaseException | None = None
         self.request_maker = RequestMaker(model, config, context=options.context, schema_states=options.schema_states)
-        slots = options.slots or of_device(model.device, model.dtype).slots
+        slots = options.slots or find_defaults(model.device, model.dtype).slots
         self._limit = slots + options.queue
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[int, UnfinishedAnswer] = {}  # by number of the request

@@ -88,7 +88,7 @@ ACCELERATOR = DeviceDefaults(
 TPU = replace(ACCELERATOR, fewest_nodes=64, tokens=128)
 
 
-def of_device(device: Device, dtype: DTypeLike = jnp.bfloat16) -> DeviceDefaults:
+def find_defaults(device: Device, dtype: DTypeLike = jnp.bfloat16) -> DeviceDefaults:
     """Returns the table of a device that computes with weights of `dtype`."""
     if not device.is_cpu:
         return TPU if device.backend == "tpu" else ACCELERATOR
@@ -134,7 +134,7 @@ def limit_nodes(device: Device, usual: int, sequences: int) -> int:
     all weights, like a pass over one token. A round also drafts, and takes longer than a one-token step: "Time of a round"
     in notebooks/results/README.md.
     """
-    most = of_device(device).tokens or device.ridge
+    most = find_defaults(device).tokens or device.ridge
     return usual if most is None else min(usual, most // sequences)
 
 
@@ -199,7 +199,7 @@ def choose_prefill_chunk(device: Device) -> int:
     With fewer tokens, prefill is bound by memory. With more, short prompts would need more padding.
     """
     ridge = device.ridge
-    return of_device(device).prefill_chunk or (128 if ridge is None else 2 ** round(math.log2(ridge)))
+    return find_defaults(device).prefill_chunk or (128 if ridge is None else 2 ** round(math.log2(ridge)))
 
 
 def choose_residual_dtype(device: Device, dtype: DTypeLike) -> jnp.dtype | None:

@@ -57,7 +57,7 @@ def resolve(
     kernels.check_device("attention", config.attention, device)
     kernels.check_device("kernels", config.kernels, device)
     attention = config.attention or defaults.choose_attention(device, dtype, head_dims)
-    table = defaults.of_device(device, dtype)
+    table = defaults.find_defaults(device, dtype)
     shared = SharedPlan(
         verifier=verifier,
         prefill_attention=config.attention or table.prefill_attention,
