@@ -145,7 +145,11 @@ def test_a_name_that_no_client_can_send_is_refused(host):
 def test_a_key_is_the_content_of_a_readable_file(tmp_path):
     path = tmp_path / "key"
     refused(lambda: read_key(str(path)), f"got --api-key-file {path} (No such file", "expected a readable file with a key")
-    for content, words in ((b"\xff", "(not UTF-8)"), (b" \n", "not an empty file")):
+    for content, words in (
+        (b"\xff", "(not UTF-8)"),
+        (b" \n", "a key of ASCII characters"),
+        ("schlüssel".encode(), "a key of ASCII characters"),
+    ):
         path.write_bytes(content)
         refused(lambda: read_key(str(path)), "--api-key-file", words)
     path.write_text("secret\n")

@@ -65,14 +65,14 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
 
 
 def read_key(path: str) -> str:
-    """Returns the content of --api-key-file. Raises ValueError if it cannot be read, or is empty."""
+    """Returns the content of --api-key-file. Raises ValueError if it cannot be read, is empty, or not ASCII."""
     try:
         key = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         got = f"got --api-key-file {clipped(path, LONGEST_PATH)} ({reason})"
         raise ValueError(f"{got}, expected a readable file with a key") from None
-    expect(key != "", "content of --api-key-file", path, "a key, not an empty file")
+    expect(key != "" and key.isascii(), "content of --api-key-file", path, "a key of ASCII characters, as headers carry")
     return key
 
 

@@ -24,15 +24,16 @@ def read_response_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     request. A function without `strict` stays not strict. OpenAI would make it strict if possible, but its schema was not
     written for that, and may have more states than this server can follow.
     """
-    functions = []
+    functions, left_out = [], set()
     for number, tool in enumerate(tools):
         if tool.get("type") != "function":
-            warn(f"/v1/responses: tools of type {quoted(tool.get('type'))} are left out")
+            left_out.add(quoted(tool.get("type")))
             continue
         expect(_is_name(tool.get("name")), f"tools.{number}.name", tool.get("name"), "the name of a function")
         _check_parameters(tool.get("parameters"), f"tools.{number}.parameters")
         keys = (key for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None)
         functions.append({"type": "function", "function": {key: tool[key] for key in keys}})
+    _note_left_out("/v1/responses", left_out)
     return functions
 
 
@@ -41,17 +42,24 @@ def read_anthropic_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
     Raises ValueError for a tool without a name or a schema.
     """
-    functions = []
+    functions, left_out = [], set()
     for number, tool in enumerate(tools):
         if tool.get("type") not in (None, "custom"):
-            warn(f"/v1/messages: tools of type {quoted(tool['type'])} are left out")
+            left_out.add(quoted(tool["type"]))
             continue
         name, schema = tool.get("name"), tool.get("input_schema")
         expect(_is_name(name), f"tools.{number}.name", name, "the name of a tool")
         expect(isinstance(schema, dict), f"tools.{number}.input_schema", schema, "a JSON schema")
         more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
         functions.append({"type": "function", "function": {"name": name, "parameters": schema, **more}})
+    _note_left_out("/v1/messages", left_out)
     return functions
+
+
+def _note_left_out(path: str, types: set[str]) -> None:
+    """Logs the types of a request's tools that are left out, in one line however many there are."""
+    if types:
+        warn(f"{path}: tools of type {', '.join(sorted(types))} are left out")
 
 
 def _is_name(value: Any) -> bool:
