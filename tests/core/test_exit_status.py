@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from answers import slow
 
@@ -29,6 +30,15 @@ def test_a_command_ends_with_its_status_or_that_of_its_error(capsys):
     assert capsys.readouterr() == ("", "x: error: got 1, expected 2\n")
     with pytest.raises(RuntimeError, match="a bug"):  # as long as there are devices
         exit_status(raising(RuntimeError("a bug")), "x")
+
+
+def test_a_device_without_enough_memory_is_one_line(capsys):
+    """XLA's message goes on with what lies in the device's memory."""
+    reason = "RESOURCE_EXHAUSTED: Out of memory trying to allocate 9.00GiB.\n" + "Allocations: ...\n" * 100
+    assert exit_status(raising(jax.errors.JaxRuntimeError(reason)), "x") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("x: error: got too little memory on the device (RESOURCE_EXHAUSTED: Out of memory trying to")
+    assert line.endswith("; use a smaller batch, context or dtype, or a mesh of more devices") and len(line) < 330
 
 
 def test_a_machine_without_devices_is_one_line(monkeypatch, capsys):
