@@ -18,6 +18,29 @@ from treeflash_jax.engine.device_memory import Footprint, footprint, refuse_if_t
 from treeflash_jax.engine.schedule import batching
 from treeflash_jax.formats import model_files
 
+MEMORY = {"/proc/meminfo": "MemTotal: 64 kB\nSwapTotal: 32 kB\n"}
+LIMIT, SWAP_LIMIT = "memory.max", "memory.swap.max"
+OLD_LIMIT, OLD_SUM = "memory/memory.limit_in_bytes", "memory/memory.memsw.limit_in_bytes"
+
+
+@pytest.mark.parametrize("files, expected", [
+    ({}, None), ({"/proc/meminfo": "MemTotal: 64 kB\n"}, 64), (MEMORY, 96), (MEMORY | {LIMIT: "max"}, 96),
+    (MEMORY | {LIMIT: 8, SWAP_LIMIT: 0}, 8), (MEMORY | {LIMIT: 8, SWAP_LIMIT: 4}, 12),
+    (MEMORY | {LIMIT: 8, SWAP_LIMIT: "max"}, 40),
+    (MEMORY | {OLD_LIMIT: 2**50}, 96), (MEMORY | {OLD_LIMIT: 8}, 40), (MEMORY | {OLD_LIMIT: 8, OLD_SUM: 10}, 10),
+])  # fmt: skip
+def test_a_container_has_the_memory_and_the_swap_that_its_groups_allow(files, expected, monkeypatch):
+    """Sizes in KiB. A group without a limit says "max" or, in the old files, a huge number."""
+
+    def read(path, **_):
+        name = str(path).removeprefix("/sys/fs/cgroup/")
+        if name not in files:
+            raise FileNotFoundError(name)
+        return files[name] if isinstance(files[name], str) else f"{files[name] * 1024}\n"
+
+    monkeypatch.setattr(device_memory.Path, "read_text", read)
+    assert device_memory.host_memory.__wrapped__() == (expected and expected * 1024)
+
 
 def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
     monkeypatch.setattr(model_files.ModelFiles, "load", lambda *_, **__: pytest.fail("weights were read"))

@@ -104,7 +104,7 @@ def _state_bytes(state: Any, mesh: Mesh | None) -> int:
 
 @functools.cache
 def host_memory() -> int | None:
-    """Returns the bytes of host memory available to this process, swap included; None if unknown."""
+    """Returns the bytes of host memory available to this process, allowed swap included; None if unknown."""
 
     def number(path: str, name: str) -> int | None:
         """Returns the bytes that an entry of /proc states in KiB or, if `name` is empty, a control group's file."""
@@ -116,8 +116,13 @@ def host_memory() -> int | None:
         return int(match[1]) * (1024 if name else 1) if match else None
 
     memory, swap = (number("/proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
-    groups = [number("/sys/fs/cgroup/memory.max", ""), number("/sys/fs/cgroup/memory/memory.limit_in_bytes", "")]
-    return min((size + (swap or 0) for size in (memory, *groups) if size), default=None)
+    swap = swap or 0
+    limit, group_swap = (number(f"/sys/fs/cgroup/{name}", "") for name in ("memory.max", "memory.swap.max"))
+    old_limit, old_sum = (
+        number(f"/sys/fs/cgroup/memory/memory.{name}", "") for name in ("limit_in_bytes", "memsw.limit_in_bytes")
+    )
+    sums = (memory, swap), (limit, swap if group_swap is None else group_swap), (old_limit, swap), (old_sum, 0)
+    return min((size + more for size, more in sums if size), default=None)
 
 
 def usable_memory(mesh: Mesh | None = None) -> int | None:
