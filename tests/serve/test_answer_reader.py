@@ -79,6 +79,15 @@ def test_calls_are_read_if_the_answer_may_call(fields, expected):
     assert choice["finish_reason"] == ("tool_calls" if expected[2] else "stop")
 
 
+def test_a_special_token_given_as_a_stop_string_is_the_one_that_ended_the_answer():
+    tokenizer = toy_tokenizers.byte_fallback()
+    word, end = toy_tokenizers.ids_of(tokenizer, "▁river", "<end>")
+    answer = Answer(CompletionExchange, tokenizer, prompt="", stop=["x", "<end>"])
+    for ids, expected in (([word, end], "<end>"), ([word], None), ([], None)):
+        piece = Piece(0, Chunk(ids=ids, text="", rounds=0), make_result(ids=ids, text=" river" * bool(ids)), True)
+        assert answer.reader.read(piece).stop == expected
+
+
 def read(tokenizer: Tokenizer, form: str, prompt: list[int], ids: list[int], top: list[int] | None = None) -> dict:
     """Log-probabilities of a whole answer, and as a stream in pieces of two tokens, which are the same.
 

@@ -69,9 +69,12 @@ class AnswerReader:
         return [stop] if isinstance(stop, str) else stop
 
     def _find_stop(self, result: Result) -> str | None:
-        """Returns the stop string that cut an answer; None if none did."""
-        if not self._stop or self._tokenizer is None:
+        """Returns the stop string, or the special token given as one, that ended an answer; None if none did."""
+        if not self._stop or self._tokenizer is None or result.finished != "stop":
             return None
+        for token in result.ids[-1:]:
+            if (name := self._tokenizer.special_tokens.get(token)) in self._stop:
+                return name
         answer = AnswerText(self._tokenizer, result.prompt_ids)
         answer.extend(result.ids)
         return next((stop for stop in self._stop if answer.text.startswith(stop, len(result.text))), None)

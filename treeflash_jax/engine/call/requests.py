@@ -143,6 +143,6 @@ def find_stops(
         return (), tuple(stop_ids)
     if tokenizer is None:
         raise WrongValue("stop", "strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
-    special = {token.content: i for i, token in tokenizer.inner.added_tokens_decoder.items() if token.special}
-    ids = [special[text] for text in stop if text in special]
-    return tuple(text for text in stop if text not in special), (*stop_ids, *ids)
+    special = tokenizer.special_tokens
+    ids = [i for i, text in special.items() if text in stop]
+    return tuple(text for text in stop if text not in special.values()), (*stop_ids, *ids)
