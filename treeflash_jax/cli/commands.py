@@ -24,7 +24,6 @@ from treeflash_jax.bench.check import (
     describe_reference,
     describe_verdict,
 )
-from treeflash_jax.bench.command_loading import load_for_command
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_settings, note_single_choice
 from treeflash_jax.cli.chat import ChatOptions, converse, ending, format_statistics
@@ -37,12 +36,13 @@ from treeflash_jax.core.exit_status import exit_status
 from treeflash_jax.core.setting_options import add_options, option_values
 from treeflash_jax.core.settings import field_names
 from treeflash_jax.core.terminal import Console, show
+from treeflash_jax.engine import loading
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
-from treeflash_jax.engine.settings.model_options import ModelOptions
+from treeflash_jax.engine.settings.model_options import load_arguments
 from treeflash_jax.formats import dialects, gguf_reader, model_files
 from treeflash_jax.serve.options import ServeOptions
 
@@ -147,7 +147,7 @@ PRINTED += ["log_probs", "top_log_probs", "expected_lengths"]  # printed for ans
 
 def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
-    model = load_for_command(**option_values(arguments, ModelOptions))
+    model = loading.load(**load_arguments(arguments))
     if arguments.json:
         results = model.generate(prompts, **settings)
         for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
@@ -202,7 +202,7 @@ def _print_note(text: str) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    model = load_for_command(**option_values(arguments, ModelOptions))
+    model = loading.load(**load_arguments(arguments))
     converse(model, Console(), arguments.system, **option_values(arguments, GenerateConfig))
     return 0
 
@@ -213,13 +213,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"got no package {error.name}, expected those of `pip install '.[serve]'` in a clone") from None
     options = ServeOptions(**option_values(arguments, ServeOptions))
-    model = load_for_command(**option_values(arguments, ModelOptions))
+    model = loading.load(**load_arguments(arguments))
     return serve(model, GenerateConfig(**option_values(arguments, GenerateConfig)), options)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
-    model = load_for_command(**option_values(arguments, ModelOptions))
+    model = loading.load(**load_arguments(arguments))
     comparisons = compare_decodings(model, prompts, **settings)
     verdicts = Counter(comparison.verdict for comparison in comparisons)
     if arguments.json:

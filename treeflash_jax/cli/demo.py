@@ -84,11 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.svg is not None:
         files.check_output(arguments.svg)
-    pair, console = arguments.pair, Console()
-    if pair is None:
-        pair, why = pairs.default_verifier()
-        if why:
-            console.print(f"the toy pair, since {why}\n")
+    pair, console = arguments.pair or pairs.default_verifier(), Console()
     with ExitStack() as stack:
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # the status line already says that programs are compiled

@@ -1,5 +1,6 @@
 """`ModelOptions`: the arguments of `tf.load`, which are also options of commands, each declared once."""
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from treeflash_jax.core.dtypes import FLOATS, dtype_setting
+from treeflash_jax.core.setting_options import option_values
 from treeflash_jax.core.settings import setting, validate
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.models.quantized import NO_SCHEME, SCHEMES
@@ -70,3 +72,9 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         validate(self)
+
+
+def load_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `load` from a parsed command line. Without a verifier, they name the default one."""
+    options = option_values(arguments, ModelOptions)
+    return options | {"verifier": options.get("verifier") or pairs.default_verifier()}

@@ -8,7 +8,7 @@ from typing import Literal
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import expect, hint
-from treeflash_jax.core.error_text import LONGEST_PATH, clipped, quoted
+from treeflash_jax.core.error_text import LONGEST_PATH, clipped, logger, quoted
 from treeflash_jax.formats import gguf_reader, hub, model_files
 
 PairMember = Literal["verifier", "drafter"]
@@ -59,15 +59,17 @@ def locate(
     return hub.download(str(name), revision, local_files_only)
 
 
-def default_verifier() -> tuple[str, str]:
-    """Returns "smollm2" and "" if this machine has its weights and can read them, else "tiny" and the reason."""
+def default_verifier() -> str:
+    """Returns the verifier of commands: "smollm2" if this machine can read its weights, else "tiny", with a warning."""
+    why = "gguf, which reads SmolLM2's file, is not on this machine (pip install gguf adds it)"
     try:
         path = locate("smollm2", local_files_only=True)
+        if not gguf_reader.is_gguf(path) or find_spec("gguf") is not None:
+            return "smollm2"
     except ValueError:
-        return "tiny", f"SmolLM2 is not on this machine ({GET_SMOLLM2} adds it)"
-    if gguf_reader.is_gguf(path) and find_spec("gguf") is None:
-        return "tiny", "gguf, which reads SmolLM2's file, is not on this machine (pip install gguf adds it)"
-    return "smollm2", ""
+        why = f"SmolLM2 is not on this machine ({GET_SMOLLM2} adds it)"
+    logger.warning("loading the toy pair tiny, since %s", why)
+    return "tiny"
 
 
 def default_drafter(verifier: str | Path, path: Path) -> str:
