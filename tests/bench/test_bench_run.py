@@ -14,13 +14,13 @@ from refusals import mistake, refused
 from toy_training import read_lines, write_lines
 
 import treeflash_jax as tf
-from treeflash_jax.bench import bench_records, check, harness, report, run
+from treeflash_jax.bench import bench_records, harness, report, run
 from treeflash_jax.bench.harness import Peer
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import files
-from treeflash_jax.engine import loading
+from treeflash_jax.engine import comparison, loading
 from treeflash_jax.engine.settings.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -121,7 +121,7 @@ def test_answers_that_differ_fail_unless_it_is_at_a_near_tie(fake, small, tmp_pa
         (1e-4, "FAIL", f"FAIL: {counts}, 2 other differences, of treeflash-8 at T 0"),
         (1e9, "equal up to rounding", f"equal up to rounding: {counts}, 2 near-ties"),
     ):
-        monkeypatch.setattr(check, "NEAR_TIE", limit)
+        monkeypatch.setattr(comparison, "NEAR_TIE", limit)
         records, shown = bench(tmp_path / verdict, *small, "--systems", "ar", "treeflash"), capsys.readouterr()
         told = [(r["prompt_id"], r["system"], *r["differences"]) for r in records if r["differences"]]
         assert told == [("cows", "treeflash-8", "ar"), ("7", "ar", "treeflash-8")]
@@ -134,7 +134,7 @@ def test_answers_that_differ_fail_unless_it_is_at_a_near_tie(fake, small, tmp_pa
 
 
 def test_differences_are_judged_by_the_filters_of_the_run(fake, small, tmp_path, monkeypatch):
-    asked, tie = [], check.Divergence(index=2, drafted=9, plain=7, gap=0.0, near_tie=True)
+    asked, tie = [], comparison.Divergence(index=2, drafted=9, plain=7, gap=0.0, near_tie=True)
     monkeypatch.setattr(harness, "find_divergence", lambda model, request, *ids: asked.append(request) or tie)
     fake.ids = lambda config: [5, 6, 7, 8] if config.builder == "none" else [5, 6, 9, 8]
     sampled = "--systems ar treeflash --temperature 0.5 --top-k 5 --top-p 0.9".split()

@@ -18,14 +18,14 @@ from conftest import PAIR, SMOLLM2
 from refusals import mistake, refused
 
 import treeflash_jax as tf
-from treeflash_jax.bench import check
+from treeflash_jax.bench import verdicts
 from treeflash_jax.cli import commands, demo
 from treeflash_jax.cli.chat_commands import parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts, read_chats
 from treeflash_jax.core.setting_options import option_values
 from treeflash_jax.core.settings import default_text
-from treeflash_jax.engine import loading
+from treeflash_jax.engine import comparison, loading
 from treeflash_jax.formats import hub
 
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
@@ -276,9 +276,9 @@ def test_the_picture_on_the_front_page_shows_what_the_demo_prints():
     plain, drafted = ("".join("".join(side).split()) for side in zip(*panels, strict=True))
     assert len(plain) > 100 and drafted.startswith(plain), "drafting is ahead, with the same text"
     table = " ".join(" ".join(shown[shown.index(demo.TREE) :]).split())
-    caption = table[table.index(check.IDENTICAL + ":") :]
+    caption = table[table.index(comparison.IDENTICAL + ":") :]
     answers, tokens = re.match(r"identical: (\d+) of .* (\d+) tokens", caption).groups()
-    assert caption == check.conclude(int(answers), int(answers), 0, int(tokens), "bfloat16")
+    assert caption == verdicts.conclude(int(answers), int(answers), 0, int(tokens), "bfloat16")
     assert all(name.strip("*") in table for name in (*demo.COLUMNS, *demo.PROMPTS["smollm2"]))
 
 

@@ -17,17 +17,17 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import treeflash_jax as tf
-from treeflash_jax.bench import check as bench_check
-from treeflash_jax.bench.check import compare_decodings, find_divergence
+from treeflash_jax.bench import verdicts
 from treeflash_jax.cli import chat, commands
 from treeflash_jax.cli.chat_commands import COMMANDS, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
 from treeflash_jax.core.json_files import read_jsonl
-from treeflash_jax.engine import loading
+from treeflash_jax.engine import comparison, loading
 from treeflash_jax.engine.call.prompts import read_messages
 from treeflash_jax.engine.call.requests import Request
+from treeflash_jax.engine.comparison import compare_decodings, find_divergence
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.formats import model_files
 
@@ -81,28 +81,28 @@ def test_check_finds_the_first_difference_and_says_what_it_means(random, monkeyp
     )
     assert re.fullmatch(words, capsys.readouterr().out)
     mistake(capsys, main, [*command, "--builder", "none"], "got builder 'none'", "nothing to compare")
-    monkeypatch.setattr(bench_check, "NEAR_TIE", 1e9)
+    monkeypatch.setattr(comparison, "NEAR_TIE", 1e9)
     assert main(command) == 0
     words = "lossless: equal up to 1 near-tie at token 5\n0 of 1 .* 6 tokens compared, 1 near-tie; .*\n"
     words += "tokens that end an answer: none\n"
     words += "prompt 0: equal up to rounding, .*near-tie: float32 rounding decides .*; not an error\n"
     assert re.fullmatch(words, out := capsys.readouterr().out)
     assert "PASS" not in out and "--dtype" not in out
-    assert "; float32 has far fewer: add --dtype float32" in bench_check.conclude(3, 1, 2, 90, "bfloat16")
+    assert "; float32 has far fewer: add --dtype float32" in verdicts.conclude(3, 1, 2, 90, "bfloat16")
 
 
 def test_the_verdict_names_the_first_difference_and_an_error_before_a_near_tie():
-    near, error = (bench_check.Divergence(index=i, drafted=1, plain=2, near_tie=i == 9) for i in (9, 4))
-    verdicts = {
+    near, error = (comparison.Divergence(index=i, drafted=1, plain=2, near_tie=i == 9) for i in (9, 4))
+    by_divergences = {
         (None, None): "lossless: equal",
         (None, near): "lossless: equal up to 1 near-tie at token 9 of prompt 1",
         (near, near): "lossless: equal up to 2 near-ties, the first at token 9 of prompt 0",
         (near, error): "not lossless: 1 answer differs from token 4 of prompt 1 on",
         (error, near, error): "not lossless: 2 answers differ, the first from token 4 of prompt 0 on",
     }
-    for divergences, expected in verdicts.items():
-        answers = [bench_check.Comparison(drafted=None, plain=None, divergence=divergence) for divergence in divergences]
-        assert bench_check.describe_verdict(answers) == expected
+    for divergences, expected in by_divergences.items():
+        answers = [comparison.Comparison(drafted=None, plain=None, divergence=divergence) for divergence in divergences]
+        assert verdicts.describe_verdict(answers) == expected
 
 
 def test_the_gap_counts_the_noise_that_draws_the_token(random):
@@ -124,7 +124,7 @@ def judge(random, monkeypatch):
         model, call = copy(random), programs.call
         model.weights = jax.tree.map(lambda x: np.asarray(x).astype(dtype), random.weights)
         given = lambda function, *arguments, **how: (  # noqa: E731
-            np.float32(logits) if function is bench_check._logits_at else call(function, *arguments, **how)
+            np.float32(logits) if function is comparison._logits_at else call(function, *arguments, **how)
         )
         with monkeypatch.context() as patch:
             patch.setattr(programs, "call", given)

@@ -11,11 +11,11 @@ from refusals import refused
 from rich.console import Console
 
 from treeflash_jax import TreeFlash, make_mesh
-from treeflash_jax.bench.check import compare_decodings
 from treeflash_jax.cli.chat import converse
 from treeflash_jax.core import sharding
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
+from treeflash_jax.engine.comparison import compare_decodings
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 
 PROMPT = [3, 4, 5, 17, 29]

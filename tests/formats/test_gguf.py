@@ -17,7 +17,7 @@ from quantized_files import expand_kept
 from safetensors.numpy import save_file
 
 import treeflash_jax as tf
-from treeflash_jax.bench.check import describe_ends
+from treeflash_jax.bench.verdicts import describe_ends
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import error_text
 from treeflash_jax.engine.device_memory import count_bytes, device_bytes

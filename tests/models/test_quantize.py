@@ -17,8 +17,8 @@ from refusals import mistake, refused
 
 import treeflash_jax as tf
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.check import describe_reference
 from treeflash_jax.bench.memory import compile_programs
+from treeflash_jax.bench.verdicts import describe_reference
 from treeflash_jax.cli import commands
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding.state import DecodePlan, SharedPlan

@@ -11,9 +11,9 @@ from conftest import needs_8_devices, random_pair
 from refusals import refused
 
 from treeflash_jax import GenerateConfig, make_mesh, trees
-from treeflash_jax.bench.check import compare_decodings
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting
+from treeflash_jax.engine.comparison import compare_decodings
 from treeflash_jax.trees.sampled.proposal import DETERMINISTIC
 
 DRAFT = {"nodes": 8} | SIZES

@@ -24,14 +24,15 @@ from treeflash_jax.bench.bench_records import (
     print_progress,
     record_key,
 )
-from treeflash_jax.bench.check import FAIL, ROUNDING, explain, find_divergence
 from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
+from treeflash_jax.bench.verdicts import explain
 from treeflash_jax.core.error_text import logger
 from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.engine.answers.results import LOW_TAU_QUESTION
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.call.requests import Request, find_stops
+from treeflash_jax.engine.comparison import FAIL, ROUNDING, find_divergence
 from treeflash_jax.engine.settings.defaults import describe_drafter_temperature
 from treeflash_jax.formats.answer_text import AnswerText
 
@@ -231,7 +232,7 @@ def find_differences(
 ) -> dict[str, dict[str, Any]]:
     """Compares a drafted answer with the one-token answers to the same prompt, and prints how they differ.
 
-    Returns {"turn"} and the fields of `check.Divergence` for each system with a different answer.
+    Returns {"turn"} and the fields of `Divergence` for each system with a different answer.
     """
     differing, settings = {}, record["settings"]
     sampling = {name: settings[name] for name in ("temperature", "top_k", "top_p")}

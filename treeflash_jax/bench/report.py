@@ -17,10 +17,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from treeflash_jax.bench.bench_records import PEER, SHARED_SETTINGS, BenchRecord, is_comparable, read_records, record_key
-from treeflash_jax.bench.check import FAIL, IDENTICAL, ROUNDING, conclude
+from treeflash_jax.bench.verdicts import conclude
 from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import Console
+from treeflash_jax.engine.comparison import FAIL, IDENTICAL, ROUNDING
 
 RESAMPLES = 2000  # number of resamples in the bootstrap
 WIDTH = 140  # width of tables that do not go to a terminal

@@ -13,17 +13,7 @@ from typing import Any
 import jax
 
 from treeflash_jax import __version__
-from treeflash_jax.bench import latency, memory, report, run
-from treeflash_jax.bench.check import (
-    FAIL,
-    IDENTICAL,
-    ROUNDING,
-    compare_decodings,
-    describe_counts,
-    describe_ends,
-    describe_reference,
-    describe_verdict,
-)
+from treeflash_jax.bench import latency, memory, report, run, verdicts
 from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import Parser, add_settings, note_single_choice
 from treeflash_jax.cli.chat import ChatOptions, converse, ending, format_statistics
@@ -39,6 +29,7 @@ from treeflash_jax.core.terminal import Console, show
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.prompts import Prompt
+from treeflash_jax.engine.comparison import FAIL, IDENTICAL, ROUNDING, compare_decodings
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
@@ -221,19 +212,19 @@ def _check(arguments: argparse.Namespace) -> int:
     settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
     model = loading.load(**load_arguments(arguments))
     comparisons = compare_decodings(model, prompts, **settings)
-    verdicts = Counter(comparison.verdict for comparison in comparisons)
+    counts = Counter(comparison.verdict for comparison in comparisons)
     if arguments.json:
         for comparison in comparisons:
-            print(json.dumps(comparison.record(model)))
+            print(json.dumps(verdicts.make_record(comparison, model)))
     else:
         tokens = sum(comparison.tokens for comparison in comparisons)
-        counts = describe_counts(len(comparisons), verdicts[IDENTICAL], verdicts[ROUNDING], tokens, model.dtype)
-        print(describe_verdict(comparisons))
-        print(f"{counts}; {describe_reference(model.quantize)}")
-        print(describe_ends(model))
+        numbers = len(comparisons), counts[IDENTICAL], counts[ROUNDING], tokens
+        print(verdicts.describe_verdict(comparisons))
+        print(f"{verdicts.describe_counts(*numbers, model.dtype)}; {verdicts.describe_reference(model.quantize)}")
+        print(verdicts.describe_ends(model))
         for number, comparison in enumerate(comparisons):
-            print(f"prompt {number}: {comparison.describe(model)}")
-    return 1 if verdicts[FAIL] else 0
+            print(f"prompt {number}: {verdicts.describe_difference(comparison, model)}")
+    return 1 if counts[FAIL] else 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:

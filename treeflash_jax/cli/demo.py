@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import treeflash_jax as tf
-from treeflash_jax.bench import check, harness, report
+from treeflash_jax.bench import harness, report
 from treeflash_jax.bench.bench_records import BenchRecord
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
@@ -25,12 +25,13 @@ from treeflash_jax.core.error_text import logger
 from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.core.settings import setting
 from treeflash_jax.core.terminal import Console, shown
+from treeflash_jax.engine.comparison import FAIL, IDENTICAL, ROUNDING
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.model_options import ModelOptions
 
 PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # names of the two systems
 SEVERAL = "bold green"  # style of text from rounds that committed several tokens
-SAME = {check.IDENTICAL: "yes", check.ROUNDING: "near-tie", check.FAIL: "no"}  # word in the table for each verdict
+SAME = {IDENTICAL: "yes", ROUNDING: "near-tie", FAIL: "no"}  # word in the table for each verdict
 COLUMNS = "*prompt *decoded passes tau tokens/s speedup identical".split()
 TREE = "one of the rounds, with the tokens that it kept marked:"
 

@@ -1,10 +1,10 @@
-"""Check of losslessness on the user's prompts: compares drafted with one-token decoding at equal seeds.
+"""Comparison of drafted with one-token decoding, at equal seeds and on the user's prompts.
 
 Shape suffixes: b batch, n tree nodes, i depth, s token slots, t positions, d model, v vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.accepting import make_target, target_noise
@@ -76,21 +75,6 @@ class Comparison:
         """Number of tokens compared: all tokens, or the tokens up to the first difference."""
         return len(self.plain.ids) if self.divergence is None else self.divergence.index + 1
 
-    def record(self, model: TreeFlash) -> dict[str, Any]:
-        record = {"verdict": self.verdict, "identical": self.divergence is None, "tokens": len(self.plain.ids)}
-        record |= {"tau": self.drafted.tau, "quantize": model.quantize, "meaning": describe_reference(model.quantize)}
-        if self.divergence is None:
-            return record | {"divergence": None}
-        return record | {"divergence": asdict(self.divergence) | {"meaning": explain(self.divergence, model.dtype)}}
-
-    def describe(self, model: TreeFlash) -> str:
-        """Describes in one line how the answers differ."""
-        if self.divergence is None:
-            return f"{self.verdict}, {len(self.plain.ids)} tokens, tau {self.drafted.tau:.2f}"
-        tokens = f"drafted {self.divergence.drafted}, one by one {self.divergence.plain}"
-        why = explain(self.divergence, model.dtype)
-        return f"{self.verdict}, differs from token {self.divergence.index} on ({tokens}); {why}"
-
 
 def compare_decodings(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Comparison]:
     """Decodes every prompt with and without drafting, and compares the answers. `settings` are as in `generate`.
@@ -115,73 +99,6 @@ def compare_decodings(model: TreeFlash, prompts: Sequence[Prompt], **settings: A
         Comparison(drafted=a, plain=b, divergence=find_divergence(model, request, a.ids, b.ids, call.weights.processor))
         for request, a, b in zip(call.requests, drafted, plain, strict=True)
     ]
-
-
-def describe_verdict(comparisons: Sequence[Comparison]) -> str:
-    """Returns the verdict on all answers in words, with the position of the first difference."""
-    differing = [i for i, comparison in enumerate(comparisons) if comparison.verdict != IDENTICAL]
-    errors = [i for i in differing if comparisons[i].verdict == FAIL]
-    if not differing:
-        return "lossless: equal"
-    first = (errors or differing)[0]
-    place = f"token {comparisons[first].divergence.index}"
-    if len(comparisons) > 1:
-        place += f" of prompt {first}"
-    if errors:
-        answers = "1 answer differs" if len(errors) == 1 else f"{len(errors)} answers differ, the first"
-        return f"not lossless: {answers} from {place} on"
-    ties = "1 near-tie at" if len(differing) == 1 else f"{len(differing)} near-ties, the first at"
-    return f"lossless: equal up to {ties} {place}"
-
-
-def describe_counts(answers: int, identical: int, near_ties: int, tokens: int, dtype: DTypeLike) -> str:
-    """Returns in words the numbers on which a verdict is based.
-
-    Args:
-      answers: number of drafted answers compared with one-token decoding.
-      identical: number of answers that are identical.
-      near_ties: number of answers whose first difference is a near-tie.
-      tokens: number of tokens compared, each answer up to its first difference.
-    """
-    counts = f"{identical} of {answers} drafted answers identical to one-token decoding, {tokens:,} tokens compared"
-    if near_ties:
-        counts += f", {near_ties} near-tie" if near_ties == 1 else f", {near_ties} near-ties"
-    if others := answers - identical - near_ties:
-        counts += f", {others} other difference" if others == 1 else f", {others} other differences"
-    if near_ties and jnp.dtype(dtype).itemsize < 4:
-        counts += "; float32 has far fewer: add --dtype float32"
-    return counts
-
-
-def conclude(answers: int, identical: int, near_ties: int, tokens: int, dtype: DTypeLike) -> str:
-    """Returns in words the verdict on all answers, as in `Comparison`, and its numbers; see `describe_counts`."""
-    verdict = ROUNDING if near_ties else IDENTICAL
-    if identical + near_ties < answers:
-        verdict = FAIL
-    return f"{verdict}: {describe_counts(answers, identical, near_ties, tokens, dtype)}"
-
-
-def describe_reference(quantize: str | None) -> str:
-    """Returns a line with the name of the verifier whose outputs are reproduced exactly."""
-    if quantize is None:
-        return "exact with respect to the verifier as loaded"
-    return f"exact with respect to the {quantize} verifier, whose own answers may differ from those of wider weights"
-
-
-def describe_ends(model: TreeFlash) -> str:
-    """Returns a line with the tokens that end an answer if a call has no `stop_ids`."""
-    ends = [str(i) for i in model.stop_ids]
-    if model.tokenizer is not None:
-        ends = [f"{i} {quoted(model.tokenizer.inner.convert_ids_to_tokens(i))}" for i in model.stop_ids]
-    return f"tokens that end an answer: {', '.join(ends) or 'none'}"
-
-
-def explain(divergence: Divergence, dtype: DTypeLike) -> str:
-    if divergence.gap is None:
-        return "one answer ended before the other"
-    if divergence.near_tie:
-        return f"near-tie: {dtype} rounding decides between the two candidates; not an error"
-    return f"{dtype} rounding does not explain it: the two candidates' logits are {divergence.gap:.2g} apart"
 
 
 def find_divergence(
