@@ -120,8 +120,7 @@ def start_compiling(
     """
     leaves, structure = jax.tree.flatten(args)
     shapes = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
-    of_products = _precision(leaves, mesh)
-    precision = jax.config.jax_enable_x64, of_products
+    precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     with _changing:
         known = _programs.get(key)
@@ -130,6 +129,7 @@ def start_compiling(
             return known
         with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
             _make_room()
+            of_products = _precision(leaves, mesh)
             with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
                 lowered = function.lower(*args, **static)
             thread = futures.ThreadPoolExecutor(1)
