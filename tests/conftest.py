@@ -169,7 +169,7 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture(params=[pytest.param("cpu", marks=needs_cpu), "plain"])
 def backend_form(request, monkeypatch) -> Iterator[str]:
-    """Runs a test in the CPU's form of the functions in `models.backend` and in their plain form."""
+    """Runs a test in the CPU's variants of the functions in `models.backend` and in their plain ones."""
     if request.param == "plain":
         dispatch = jax.lax.platform_dependent
         monkeypatch.setattr(

@@ -101,7 +101,7 @@ def record(model: TreeFlash, settings: SelectorConfig, plan: DecodePlan, prompts
             rows = requests + [None] * (settings.batch - len(requests))
             batch = make_batch(rows, SamplingSizes.fit(requests), capacity=capacity, dtype=model.dtype, mesh=model.mesh)
             choice = sharding.place(always(plan.shape.selector, next(trees)), model.mesh, over_batch=False)
-            weights = model.weights.replace(selector=choice)
+            weights = model.weights.replace(tree_selector=choice)
             runner = Runner(plan, weights, model.mesh)
             state = Prefill(runner, batch).read_all()
             while (is_live_b := ~np.asarray(state.done_b)[: len(requests)]).any() or not parts:
@@ -120,7 +120,7 @@ def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int)
     def expected_length(numbers: jax.Array) -> jax.Array:
         key_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, numbers[1])
         drawn = state.replace(sampling=state.sampling.replace(key_b=key_b))
-        tree, proposal = rounds.build_tree(weights.replace(selector=always(config, numbers[0])), drawn, expander, plan)
+        tree, proposal = rounds.build_tree(weights.replace(tree_selector=always(config, numbers[0])), drawn, expander, plan)
         target = accepting.make_target(rounds.verify_tree(weights, state, tree, plan).logits_bnv, state.sampling)
         return jnp.sum(acceptance.RULES[plan.rule].reach_probabilities(tree, proposal, target), axis=1)
 

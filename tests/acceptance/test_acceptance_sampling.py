@@ -165,7 +165,7 @@ def test_answers_have_it_whatever_a_selector_chooses(pair, exact, monkeypatch):
     plan = planned(pair, IN_TURN, DRAFT | TREES["delayed"])
     plan = replace(plan, num_nodes=config.num_nodes, shape=replace(plan.shape, selector=config))
     weights = parameters.initialize(tree_selector.specs(config), jax.random.key(0), scale=2.0)
-    chooser = TreeFlash(MODEL, pair.weights.replace(selector=weights), drafter=DRAFTER)
+    chooser = TreeFlash(MODEL, pair.weights.replace(tree_selector=weights), drafter=DRAFTER)
     fitting = [name for name, rule in RULES.items() if "delayed" in rule.distributions]
     monkeypatch.setitem(RULES, IN_TURN, in_turn(fitting))
     tokens, [state] = answers(chooser, plan, size=EACH * len(fitting), new=4)

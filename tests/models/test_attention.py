@@ -282,7 +282,7 @@ def test_what_a_kernel_does_not_take_runs_plainly_and_is_said(caplog):
     assert "pallas_call" in pallas and mosaic == plain
     odd = jax.ShapeDtypeStruct((1, 8, 4, 696, 256), jnp.bfloat16)
     assert trace("pallas-gpu", odd) == trace("xla", odd) == trace("mosaic-gpu", odd)
-    words = "takes bfloat16 or float16, heads of 64 or 128" if IS_INTERPRETED else "needs jax 0.12; the plain form runs"
+    words = "takes bfloat16 or float16, heads of 64 or 128" if IS_INTERPRETED else "needs jax 0.12; the plain variant runs"
     assert [record.message.split(": kernel ")[0] for record in caplog.records] == ["attention"] * 2, "each line once"
     assert f"'mosaic-gpu' {words}" in caplog.text and "'pallas-gpu' takes heads of a power of two" in caplog.text
 

@@ -1,4 +1,4 @@
-"""Functions with a form for some backends: the plain form and the CPU's give the same results, each as it should run."""
+"""Functions with a variant for some backends: the plain one and the CPU's give the same results, each as it should run."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.models.backend import indexing, levels, products, rotation, selection
 
 SIZES = dict(b=1, d=16, h=4, e=8, k=2, g=2, f=24, j=32, v=40, x=2, z=32)
-# One equation of each form that products of the models have.
+# One equation of each variant that products of the models have.
 EQUATIONS = (
     "btd,hed->bthe", "btd,ked->btke", "btz,dz->btd", "btd,fd->btf", "btf,df->btd", "btj,jd->btd", "bqd,dxf->bqxf",
     "bmf,fd->bmd", "bmd,de->bme", "btd,kged->btkge",
@@ -142,8 +142,8 @@ def test_a_tpu_multiplies_two_vectors_at_least(dtype, wide, sizes, batch, monkey
         with sharding.ambient(sizes and make_mesh(*sizes)), monkeypatch.context() as patch:
             traced = jax.jit(product).trace(x, weight)
             lowered = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("tpu", "cuda")}
-            form = lambda *args, tpu=None, default=None, **forms: (tpu or default)(*args)  # noqa: E731
-            patch.setattr(jax.lax, "platform_dependent", form)
+            variant = lambda *args, tpu=None, default=None, **variants: (tpu or default)(*args)  # noqa: E731
+            patch.setattr(jax.lax, "platform_dependent", variant)
             got = product(x, weight)
         counts = {name: count_factors(text) // (x.size // batch) for name, text in lowered.items()}
         assert counts["tpu"] >= 2 * batch if is_single else counts["tpu"] == counts["cuda"], equation
@@ -171,7 +171,7 @@ def test_on_a_tpu_16_bit_heads_of_several_positions_rotate_by_a_product(dtype, l
     x, table = draw(2, length, 4, 16, dtype=jnp.dtype(dtype)), (draw(2, length, 1, 16), draw(2, length, 1, 16, seed=1))
     rotated = rotation.rotate(x, table)
     assert ("dot_general" in str(jax.make_jaxpr(rotation.rotate)(x, table))) == is_product
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **forms: default(*args))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **variants: default(*args))
     np.testing.assert_array_equal(np.asarray(rotated, np.float32), np.asarray(rotation.rotate(x, table), np.float32))
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts against a loop in NumPy, in float64: every form, ties, experts that no token or every token picks."""
+"""Mixtures of experts against a loop in NumPy, in float64: all variants, ties, experts that none or all tokens pick."""
 
 import os
 from dataclasses import replace
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 @partial(jax.jit, static_argnames="gate")
-def run_every_form(*operands, gate):
+def run_every_variant(*operands, gate):
     names = "all_experts", "gather_in_steps", "gather_and_reduce", "one_by_one", "sum_experts"
-    forms = [getattr(expert_sums, name) for name in names]
-    return {form.__name__: form(*operands, gate) for form in forms}
+    variants = [getattr(expert_sums, name) for name in names]
+    return {variant.__name__: variant(*operands, gate) for variant in variants}
 
 
 route, mixture = (jax.jit(function, static_argnames="config") for function in (experts.route, experts.mixture))
@@ -100,8 +100,10 @@ def test_every_form_is_the_loop_over_tokens_and_experts(name):
     expect = {"ties": counts_x[:2].sum() == 18, "one expert for all": counts_x[4] == 9}
     assert expect.get(name, True) and (name != "an expert no token picks" or counts_x[4] == 0)
     without_nd, _ = oracle({key: x for key, x in weights.items() if key != "expert_down_bias"}, config, x_nd)
-    for form, got_nd in run_every_form(given, jnp.asarray(x_nd), weight_nk, ids_nk, gate=experts.find_gate(config)).items():
-        np.testing.assert_allclose(got_nd, without_nd, atol=1e-12, err_msg=form)
+    for variant, got_nd in run_every_variant(
+        given, jnp.asarray(x_nd), weight_nk, ids_nk, gate=experts.find_gate(config)
+    ).items():
+        np.testing.assert_allclose(got_nd, without_nd, atol=1e-12, err_msg=variant)
     got_btd = mixture(given, config, x_nd[None])
     np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)
 

@@ -127,9 +127,9 @@ def make_zeros(shape, blocks, dtype=jnp.float8_e4m3fn):
 
 
 def on_platform(monkeypatch, platform):
-    """Runs forms for another backend on the CPU."""
+    """Runs variants for another backend on the CPU."""
     monkeypatch.setattr(
-        lax, "platform_dependent", lambda *operands, default, **forms: forms.get(platform, default)(*operands)
+        lax, "platform_dependent", lambda *operands, default, **variants: variants.get(platform, default)(*operands)
     )
 
 
@@ -200,12 +200,13 @@ def test_experts_are_those_of_the_dense_weights(tokens, scheme, block):
     assert small["expert_up"].block == block
     x_nd = draw(tokens, 256, dtype=np.float64)
     weight_nk, ids_nk = jax.jit(experts.route, static_argnums=1)(dense, EXPERTS, x_nd)
-    forms = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
-    for form in forms:
+    variants = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
+    for variant in variants:
         got, expected = (
-            jax.jit(partial(form, gate=experts.silu_gate))(weights, x_nd, weight_nk, ids_nk) for weights in (small, dense)
+            jax.jit(partial(variant, gate=experts.silu_gate))(weights, x_nd, weight_nk, ids_nk)
+            for weights in (small, dense)
         )
-        np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12, err_msg=form.__name__)
+        np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12, err_msg=variant.__name__)
 
 
 @needs_8_devices

@@ -203,7 +203,7 @@ def test_merged_weights_of_a_mesh_compute_the_same(float64, ways, scheme):
 
 
 def test_the_kernel_for_tpus_is_a_choice():
-    """Interpreted, for a tree; a chunk of more than one block takes the plain form."""
+    """Interpreted, for a tree; a chunk of more than one block takes the plain variant."""
     config, params, expected = load("qwen3_5_text")
     mask, depths, _ = tree_arrays(expected, 0)
     _, _, cache = read_prompt(params, config, expected["prompt0"])

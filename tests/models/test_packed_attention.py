@@ -40,7 +40,7 @@ def segments(batch: int, length: int) -> jax.Array:
 
 
 def compare(function, arrays, kind, atol):
-    """Compares results, and gradients of a weighted sum of them, with the plain form's in float32."""
+    """Compares results, and gradients of a weighted sum of them, with the plain variant's in float32."""
 
     def summed(arrays, kind):
         out = function(*arrays, kind)

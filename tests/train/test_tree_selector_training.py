@@ -61,7 +61,7 @@ def test_a_label_is_the_mean_length_of_rounds_with_its_tree(trained):
     assert expected_ba.std() < 0.9 * once_ba.std(), "draws differ"
     means = []
     for choice in range(len(config.trees)):
-        weights = trained.weights.replace(selector=stage.always(config, choice))
+        weights = trained.weights.replace(tree_selector=stage.always(config, choice))
         after = loops.decode(weights, jax.tree.map(jnp.copy, state), jnp.int32(1), plan=plan)
         length_b = np.asarray(after.accepted_bs[:, 0])
         error = np.hypot(length_b.std(), expected_ba[:, choice].std()) / 600**0.5

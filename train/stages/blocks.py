@@ -23,7 +23,7 @@ from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.models import packed_attention, vocab
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.kv_cache import NewKV
-from treeflash_jax.models.packed_attention import BlockRule, PackedMask
+from treeflash_jax.models.packed_attention import BlockMask, PackedMask
 
 
 @struct.dataclass
@@ -121,10 +121,10 @@ def block_attention(
     k_bxke, v_bxke = (jnp.concatenate(x, axis=1) for x in ((context_k_bske, k_btke), (context_v_bske, v_btke)))
     if packed_attention.supports(attention, q_bthe, k_bxke):
         queries, keys = slots // count, k_btke.shape[1] // count
-        rule = BlockRule(segments_bs.shape[1], keys)
-        packed_bt = jnp.repeat(rule.pack(anchors_bn, jnp.arange(count)), queries, axis=1)
+        block_mask = BlockMask(segments_bs.shape[1], keys)
+        packed_bt = jnp.repeat(block_mask.pack(anchors_bn, jnp.arange(count)), queries, axis=1)
         segments_bx = jnp.concatenate([segments_bs, jnp.repeat(segments_bn, keys, axis=1)], axis=1)
-        mask = PackedMask(jnp.repeat(segments_bn, queries, axis=1), segments_bx, packed_bt, rule)
+        mask = PackedMask(jnp.repeat(segments_bn, queries, axis=1), segments_bx, packed_bt, block_mask)
         return packed_attention.run_kernel(attention, q_bthe, k_bxke, v_bxke, mask)
     before_bns = jnp.arange(segments_bs.shape[1]) < anchors_bn[:, :, None]
     seen_bns = before_bns & (segments_bs[:, None] == segments_bn[:, :, None])

@@ -107,7 +107,7 @@ class Weights:
     verifier: Params
     drafter: Params | None = None
     processor: Any = None
-    selector: Params | None = None
+    tree_selector: Params | None = None
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -15,7 +15,7 @@ RECENT = 8  # number of rounds whose mean length is a feature
 
 def choose_trees(weights: Weights, state: DecodeState, expander: trees.Expander) -> jax.Array:
     """Returns the index of each sequence's tree in the selector's list, [b]."""
-    return jnp.argmax(score_trees(weights.selector, make_features(state, expander)), axis=1)
+    return jnp.argmax(score_trees(weights.tree_selector, make_features(state, expander)), axis=1)
 
 
 def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:

@@ -241,7 +241,8 @@ class TreeFlash:
         """Returns the weights for a call's programs: the model's, and those of the call's processor and tree selector."""
         processor = None if config.processor is None else processors.as_pytree(config.processor)
         selector = None if plan.shape.selector is None else tree_selector_folder.load(config.selector, self.mesh)
-        return self.weights.replace(processor=sharding.place(processor, self.mesh, over_batch=False), selector=selector)
+        processor = sharding.place(processor, self.mesh, over_batch=False)
+        return self.weights.replace(processor=processor, tree_selector=selector)
 
     def prepare(
         self,

@@ -2,5 +2,5 @@
 
 `model_files` loads and writes models. Four folders can be extended, each by a file and a line in its `__init__`:
 `architectures` (families of verifiers), `dialects` (forms of files), `quant_methods` (quantised weights in folders) and
-`messages` (forms of answers).
+`messages` (formats of answers).
 """

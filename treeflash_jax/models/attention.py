@@ -4,7 +4,7 @@ Every new position sees the whole committed prefix, and the new positions that i
 draft tree, earlier positions in a prefill chunk, all positions of a drafter's block, and only itself in a one-token step.
 No mask [new, context] is stored.
 
-- "xla", the plain form, reads the whole capacity of the cache.
+- "xla", the plain variant, reads the whole capacity of the cache.
 - "streamed" and "blocked" read the cache block by block, up to the longest prefix, and keep the logits of a single block.
   Blocks are quarters of the cache ("streamed", for CPUs) or large ("blocked").
 - Other names are kernels. They read each prefix block by block with an online softmax. "xla" runs for operands that a
@@ -227,7 +227,7 @@ def over_mesh(attend: Callable, arrays: Sequence[Any], layouts: Sequence[Any], p
 def group_queries(q_bthe: jax.Array, kv_heads: int) -> jax.Array:
     """Returns the queries by key/value head, [b, k, q, e].
 
-    In this form, products are plain batched products, and no array as large as the logits is transposed.
+    So products are plain batched products, and no array as large as the logits is transposed.
     """
     batch, queries, _, head_dim = q_bthe.shape
     q_bkgte = jnp.moveaxis(q_bthe.reshape(batch, queries, kv_heads, -1, head_dim), 1, 3)

@@ -1,7 +1,7 @@
 """Mixture of experts: the router chooses a few experts for each token, and the experts' results are added up.
 
 On a mesh, every device processes its tokens with the experts, or the slices of all experts, that it holds. The partial sums
-are then added over the mesh. No weight is moved. `backend.expert_sums` has the forms of the sum.
+are then added over the mesh. No weight is moved. `backend.expert_sums` has the variants of the sum.
 
 Source: Qwen3-MoE and gpt-oss as transformers computes them.
 
@@ -65,7 +65,7 @@ def shared_specs(config: ModelConfig) -> dict[str, Spec]:
 def mixture(params: Params, config: ModelConfig, x_btd: jax.Array, routed_btd: jax.Array | None = None) -> jax.Array:
     """Computes the feed-forward part of a sparse layer: sum over a token's experts of weight * down(silu(gate x) * up x).
 
-    `ModelConfig` describes biases and the clamped form of the product. The input is the normed residual stream; the result
+    `ModelConfig` describes biases and the clamped product. The input is the normed residual stream; the result
     has its dtype.
 
     Args:

@@ -1,7 +1,7 @@
 """Attention within packed sequences, for training. `attention` is for inference, over a cached prefix.
 
-"chunked" is the plain form. "splash" (splash attention, for TPUs) and "cudnn" (for NVIDIA GPUs) are kernels, which write no
-logits to memory; "chunked" runs for operands that they do not take. Splash attention was compiled for v5e, but never run
+"chunked" is the plain variant. "splash" (splash attention, for TPUs) and "cudnn" (for NVIDIA GPUs) are kernels, which write
+no logits to memory; "chunked" runs for operands that they do not take. Splash attention was compiled for v5e, but never run
 there.
 
 Shape suffixes: b sequences, t queries, x keys, c queries of a chunk, h query heads, k key/value heads, e head dim.
@@ -36,7 +36,7 @@ MAX_CONTEXT = 2 ** (31 - BLOCK_BITS)
 
 
 @dataclass(frozen=True)
-class BlockRule:
+class BlockMask:
     """Mask over `context` keys and then blocks of `keys` keys each. It is computed from one integer per query."""
 
     context: int
@@ -54,26 +54,26 @@ class BlockRule:
 
 @struct.dataclass
 class PackedMask:
-    """Mask of packed sequences, as a rule instead of an array [b, t, x].
+    """Mask of packed sequences, without an array [b, t, x].
 
     Attributes:
       segments_bt: documents of the queries; a query sees only keys of its own document.
       segments_bx: documents of the keys.
-      packed_bt: integers of `BlockRule.pack`; None without a rule.
-      rule: mask within a document; None: causal.
+      packed_bt: integers of `BlockMask.pack`; None without blocks.
+      block_mask: mask within a document; None: causal.
     """
 
     segments_bt: jax.Array
     segments_bx: jax.Array
     packed_bt: jax.Array | None = None
-    rule: BlockRule | None = struct.field(pytree_node=False, default=None)
+    block_mask: BlockMask | None = struct.field(pytree_node=False, default=None)
 
     def dense(self) -> jax.Array:
         """Returns the mask as an array [b, t, x]."""
         same_btx = self.segments_bt[:, :, None] == self.segments_bx[:, None]
-        if self.rule is None:
+        if self.block_mask is None:
             return same_btx & jnp.tri(*same_btx.shape[1:], dtype=bool)
-        return same_btx & self.rule(self.packed_bt[:, :, None], jnp.arange(same_btx.shape[2]))
+        return same_btx & self.block_mask(self.packed_bt[:, :, None], jnp.arange(same_btx.shape[2]))
 
 
 def packed_attention(
@@ -117,8 +117,8 @@ def supports(name: str, q_bthe: jax.Array, k_bxke: jax.Array) -> bool:
 def run_kernel(name: str, q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: PackedMask) -> jax.Array:
     """Runs a kernel; on a mesh, for each device's sequences and heads. A CPU interprets "splash", which is slow."""
     heads, batch = (("batch", None, "kv_heads", None), k_bxke.shape), (("batch",), q_bthe.shape[:1])
-    forms = {"cpu": partial(_splash, interpret=True), "tpu": _splash}
-    run = _cudnn if name == "cudnn" else partial(lax.platform_dependent, **forms)
+    variants = {"cpu": partial(_splash, interpret=True), "tpu": _splash}
+    run = _cudnn if name == "cudnn" else partial(lax.platform_dependent, **variants)
     return sharding.over_mesh(run, (q_bthe, k_bxke, v_bxke, mask), (heads, heads, heads, batch))
 
 
@@ -159,9 +159,9 @@ def _splash(q_bthe, k_bxke, v_bxke, mask, *, interpret=False):
 
     def attend(q_hte, k_kxe, v_kxe, mask):
         run = kernel
-        if mask.rule is not None:
+        if mask.block_mask is not None:
             info = MaskInfo(None, None, None, None, mask.packed_bt)
-            run = splash.SplashAttentionKernel(info, info, info, **kernel.kwargs | {"mask_function": mask.rule})
+            run = splash.SplashAttentionKernel(info, info, info, **kernel.kwargs | {"mask_function": mask.block_mask})
         return run(q_hte, k_kxe, v_kxe, splash.SegmentIds(mask.segments_bt, mask.segments_bx))
 
     q_bhte, k_bkxe, v_bkxe = (jnp.swapaxes(x, 1, 2) for x in (q_bthe * q_bthe.shape[-1] ** -0.5, k_bxke, v_bxke))

@@ -12,9 +12,9 @@ class Quantized:
     """A weight in 8 or 4 bits that replaces an array: `shape` is the weight's, `dtype` is the dtype in which it computes.
 
     An element is (value - zero) * scale * outer - minimum * outer_minimum. All fields but `order` have as many axes as the
-    weight, each divided into equal blocks. A block of inputs is a group. No form uses all fields:
+    weight, each divided into equal blocks. A block of inputs is a group. No kind uses all fields:
 
-    | form | values | scales for | dtype of scales | other fields |
+    | kind | values | scales for | dtype of scales | other fields |
     |---|---|---|---|---|
     | scheme int8 | int8 | output channels | `dtype` | |
     | scheme fp8, FP8 files | float8_e4m3fn | blocks, or output channels | `dtype` | |

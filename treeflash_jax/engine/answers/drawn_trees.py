@@ -34,7 +34,7 @@ class DraftAgain:
         self._model, self._request = weakref.ref(model), request
         self._plan, self._can_cut = scheduler.runner.plan, scheduler.runner.can_cut
         self._sizes, self._capacity = scheduler.sizes, scheduler.state.capacity
-        self._selector = scheduler.runner.weights.selector
+        self._tree_selector = scheduler.runner.weights.tree_selector
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -54,7 +54,7 @@ class DraftAgain:
         *before, anchor = self._request.ids + ids[:start]
         request = replace(self._request, ids=before)
         automaton = 0 if request.automaton is None else request.automaton.follow(ids[:start])
-        weights = model.weights.replace(selector=self._selector)
+        weights = model.weights.replace(tree_selector=self._tree_selector)
         runner = Runner(self._plan, weights, model.mesh, can_cut=self._can_cut)
         batch = make_batch([request], self._sizes, capacity=self._capacity, dtype=model.weights.dtype, mesh=model.mesh)
         tree = _draft(runner, batch, request, anchor, automaton, accepted[:round_index])

@@ -1,6 +1,6 @@
-"""Forms in which models write their answers: thoughts, calls of functions and text. Each form has a file.
+"""Formats in which models write their answers: thoughts, calls of functions and text. Each format has a file.
 
-Forms do not depend on a server's protocol: answers are parsed to parts, and constrained by structural tags. To add a form,
+Formats do not depend on a server's protocol: answers are parsed to parts, and constrained by structural tags. To add one,
 list a subclass of `message_format.MessageFormat` in FORMATS, or insert it in a program: `FORMATS.insert(0, Mine)`.
 """
 
@@ -14,6 +14,6 @@ FORMATS: list[type[MessageFormat]] = [Harmony, Gemma, TaggedMessages]  # the fir
 
 
 def find_format(tokenizer: Tokenizer) -> MessageFormat:
-    """Returns the form in which the tokenizer's model writes its answers, which its chat template determines."""
+    """Returns the format in which the tokenizer's model writes its answers, which its chat template determines."""
     template = str(tokenizer.inner.chat_template or "")
     return next(kind for kind in FORMATS if kind.fits(template))(tokenizer, template)

@@ -1,4 +1,4 @@
-"""Harmony, the form of gpt-oss: messages with channels, recipients and ends, each marked by a special token.
+"""Harmony, the format of gpt-oss: messages with channels, recipients and ends, each marked by a special token.
 
 <|start|>assistant<|channel|>analysis<|message|>...<|end|>, then the same with channel final and <|return|>, or with channel
 commentary, a recipient to=functions.NAME and <|call|>. Source: OpenAI, "OpenAI Harmony Response Format".

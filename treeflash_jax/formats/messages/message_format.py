@@ -1,4 +1,4 @@
-"""The protocol of a form of messages, and the parts to which answers are parsed."""
+"""The protocol of a message format, and the parts to which answers are parsed."""
 
 import ast
 import json
@@ -96,7 +96,7 @@ class MessageReader(ABC):
 
 
 class TokenReader(MessageReader):
-    """Parses an answer token by token, in forms whose parts are delimited by special tokens.
+    """Parses an answer token by token, in formats whose parts are delimited by special tokens.
 
     Args:
       marker_names: names of the special tokens that delimit parts.
@@ -142,7 +142,7 @@ class TokenReader(MessageReader):
 
 
 class MessageFormat(ABC):
-    """A form of messages for models with a chat template. It has no state; its readers have.
+    """A message format of models with a chat template. It has no state; its readers have.
 
     Args:
       template: the chat template.
@@ -150,7 +150,7 @@ class MessageFormat(ABC):
     Attributes:
       stop_names: names of special tokens that end an answer, in addition to the ids in the model's files.
       thoughts_key: key of a message in which the template looks for earlier thoughts.
-      writes_calls: whether models with this template write calls in a form that can be parsed here.
+      writes_calls: whether models with this template write calls in a way that can be parsed here.
     """
 
     stop_names: ClassVar[tuple[str, ...]] = ()
@@ -168,7 +168,7 @@ class MessageFormat(ABC):
     @classmethod
     @abstractmethod
     def fits(cls, template: str) -> bool:
-        """Returns whether a chat template has this form."""
+        """Returns whether a chat template asks for this format."""
 
     @abstractmethod
     def reader(

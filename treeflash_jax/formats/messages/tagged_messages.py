@@ -30,7 +30,7 @@ PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:(?!</?parameter\b).)*)</pa
 
 
 class TaggedMessages(MessageFormat):
-    """Answers with tags. Without tags in the template, an answer is plain text: this form fits every template."""
+    """Answers with tags. Without tags in the template, an answer is plain text: this format fits every template."""
 
     def __init__(self, tokenizer: Tokenizer, template: str):
         super().__init__(tokenizer, template)

@@ -1,4 +1,4 @@
-"""Structural tags (see constraints) for parts of messages that several forms have."""
+"""Structural tags (see constraints) for parts of messages that several formats have."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def either(*elements: Tag) -> Tag:
 
 
 def content_or_calls(demands: Demands, calls: Sequence[Tag], trigger: str, separator: str) -> Tag:
-    """Returns the structural tag of content and calls, for a form in which calls may be inside text.
+    """Returns the structural tag of content and calls, for a format in which calls may be inside text.
 
     Args:
       calls: a tag for each function.

@@ -1,4 +1,4 @@
-"""Products with weights that have a scale per block of outputs and inputs, in the form that writes fewest bytes.
+"""Products with weights that have a scale per block of outputs and inputs, in the variant that writes fewest bytes.
 
 XLA would store a copy of a weight that is scaled as it is read, in the dtype of the activations. For n vectors and blocks
 of B outputs, these functions write less. The first row that applies decides:
@@ -60,7 +60,7 @@ def _multiply_blocks(x_ni: jax.Array, weight: Quantized) -> jax.Array:
 def _multiply_one_vector(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Multiplies a vector per device as two. For one, a TPU would write a float32 copy of some weights; for two, none.
 
-    If there is one vector in all, CPUs run the same form.
+    If there is one vector in all, CPUs run the same variant.
     """
 
     def multiply_two(x_ni: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ def repeat(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _spread(part: jax.Array, shape: tuple[int, ...], wide: DTypeLike) -> jax.Array:
-    """Returns `repeat` in a wide dtype. If numbers repeat along one axis only, uses the form that is fast on a TPU."""
+    """Returns `repeat` in a wide dtype. If numbers repeat along one axis only, uses the variant that is fast on a TPU."""
     axes = [axis for axis, size in enumerate(shape) if size != part.shape[axis]]
 
     def spread_by_broadcast(part: jax.Array) -> jax.Array:

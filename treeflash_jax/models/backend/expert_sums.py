@@ -1,4 +1,4 @@
-"""The sum over the experts of a mixture: a plain form that reads every matrix once, and forms that read chosen ones only.
+"""The sum over the experts of a mixture: a variant that reads every matrix once, and variants that read chosen ones only.
 
 A one-token step reads few of the experts, and a tree reads most of them. `sum_experts` gathers the matrices of each token's
 experts if that reads fewer bytes. For n tokens that choose k of x experts each, the first row that applies decides:
@@ -11,7 +11,7 @@ experts if that reads fewer bytes. For n tokens that choose k of x experts each,
 | TPU | 2 n k <= x | `one_by_one` | no |
 | TPU | otherwise | `_two_at_least` | no |
 
-All forms are equal up to rounding. Their arguments are:
+All variants are equal up to rounding. Their arguments are:
 
 - the weights, and the tokens [n, d]
 - the weight of every assignment, in float32 at least; 0 for experts that the device does not hold
@@ -43,48 +43,48 @@ BLOCK = 256  # tokens computed at a time: with more, time goes into products, no
 SPARSE = 4  # CPUs always gather if there are this many times more experts than a token chooses
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]  # gated activation of an expert: function of gate and up map
-Form = Callable[[Params, jax.Array, jax.Array, jax.Array, Gate], jax.Array]
+Variant = Callable[[Params, jax.Array, jax.Array, jax.Array, Gate], jax.Array]
 GATE_UP = ("expert_gate", "expert_up")
 
 
 def sum_experts(weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate) -> jax.Array:
-    """Returns the sum, [n, d], computed by the form that reads fewest bytes."""
+    """Returns the sum, [n, d], computed by the variant that reads fewest bytes."""
     num_experts, (count, per_token) = weights["expert_gate"].shape[0], ids_nk.shape
     reads_few = 2 * count * per_token <= num_experts
     is_sparse = SPARSE * per_token <= num_experts
     has_blocks = any(_has_blocks(weight) for weight in weights.values())
     default = gather_and_reduce if reads_few else all_experts
-    forms = {
+    variants = {
         "cpu": gather_in_steps if (reads_few or is_sparse) and not has_blocks else default,
         "tpu": partial(_keep_layouts, one_by_one if reads_few else _two_at_least),
         "default": default,
     }
-    by_blocks = {platform: partial(_by_blocks, form, gate) for platform, form in forms.items()}
+    by_blocks = {platform: partial(_by_blocks, variant, gate) for platform, variant in variants.items()}
     return lax.platform_dependent(weights, x_nd, weight_nk, ids_nk, **by_blocks)
 
 
 def _keep_layouts(
-    form: Form, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate
+    variant: Variant, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array, gate: Gate
 ) -> jax.Array:
-    """Runs a form on weights in their layout.
+    """Runs a variant on weights in their layout.
 
     Otherwise XLA for TPUs copies weights whose sizes are no multiples of 128 into another layout, for all layers before a
     loop.
     """
     x_nd, weights = lax.optimization_barrier((x_nd, weights))
-    return form(expert_products.keep_layout(weights), x_nd, weight_nk, ids_nk, gate)
+    return variant(expert_products.keep_layout(weights), x_nd, weight_nk, ids_nk, gate)
 
 
 def _by_blocks(
-    form: Form, gate: Gate, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
+    variant: Variant, gate: Gate, weights: Params, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array
 ) -> jax.Array:
     count = x_nd.shape[0]
     if count <= BLOCK:
-        return form(weights, x_nd, weight_nk, ids_nk, gate)
+        return variant(weights, x_nd, weight_nk, ids_nk, gate)
     blocks = -(-count // BLOCK)
     padding = ((0, blocks * BLOCK - count), (0, 0))
     arrays = [jnp.pad(array, padding).reshape(blocks, BLOCK, -1) for array in (x_nd, weight_nk, ids_nk)]
-    y = lax.map(lambda block: form(weights, *block, gate), arrays)
+    y = lax.map(lambda block: variant(weights, *block, gate), arrays)
     return y.reshape(blocks * BLOCK, -1)[:count]
 
 

@@ -1,4 +1,4 @@
-"""Products with weights that have a scale per output and group of inputs, in the form that writes fewest bytes.
+"""Products with weights that have a scale per output and group of inputs, in the variant that writes fewest bytes.
 
 For n vectors and groups of G inputs:
 
@@ -42,13 +42,13 @@ def multiply(x_ni: jax.Array, weight: Quantized) -> jax.Array:
         weight = _with_one_output_axis(weight)
     count, group = x_ni.shape[0], weight.block[-1]
     are_few = count <= MOST_VECTORS_MASKED or products.is_one_vector(x_ni, 1)
-    forms = {
+    variants = {
         # For `_scale_sums`, a TPU would hold copies of weights in another layout.
         "tpu": partial(_multiply_shards, _scale_sums_of_masked_inputs if are_few else _scale_weight),
         "cuda": _scale_sums if count <= group / 2 else _scale_weight_in_parts,
         "default": _scale_weight_in_parts,
     }
-    return lax.platform_dependent(x_ni, weight, **forms)
+    return lax.platform_dependent(x_ni, weight, **variants)
 
 
 def _multiply_shards(

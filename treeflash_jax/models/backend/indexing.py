@@ -1,4 +1,4 @@
-"""Gathers and stores, some in the form that the backend runs fastest.
+"""Gathers and stores, some in the variant that the backend runs fastest.
 
 Shape suffixes: b batch, t positions, n layers, k key/value heads, s cache slots, p new positions, e head dim, d model, x
 entries, y picked entries.
@@ -64,7 +64,7 @@ def store(slots: Pair, new: Pair, start_b: jax.Array) -> Pair:
     def each(write: Callable[..., jax.Array]) -> Callable[..., Pair]:
         return lambda slots, new, start_b: jax.tree.map(lambda x, y: write(x, y, start_b), slots, new)
 
-    if slots[0].shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
+    if slots[0].shape[0] == 1:  # a plain slice store; the batched variant lowers to a scatter
         return each(lambda x, y, start_b: lax.dynamic_update_slice_in_dim(x, y, start_b[0], axis=3))(slots, new, start_b)
     on_cpu = each(_store_by_slot if slots[0].dtype == jnp.bfloat16 else _scatter)
     return lax.platform_dependent(slots, new, start_b, cpu=on_cpu, tpu=_store_by_sequence, default=each(_scatter))

@@ -1,6 +1,6 @@
-"""Matrix products in the form that the backend runs fastest.
+"""Matrix products in the variant that the backend runs fastest.
 
-The plain form is an einsum in the operands' dtype. The other forms avoid slow paths of backends (jax 0.10):
+The plain variant is an einsum in the operands' dtype. The other variants avoid slow paths of backends (jax 0.10):
 
 - XLA's CPU backend runs a bfloat16 product at the machine's rate only as a matrix product that sums over the last axis of
   its left matrix, accumulates in float32 and is rounded afterwards. It is slow from bfloat16 to bfloat16, with a single
@@ -9,7 +9,7 @@ The plain form is an einsum in the operands' dtype. The other forms avoid slow p
   vectors are therefore best multiplied with the weight on the left.
 - XLA for TPUs multiplies one vector on the vector unit, but two on the matrix unit.
 
-All forms accumulate in float32, as accelerators do. Their results differ only in the order of sums.
+All variants accumulate in float32, as accelerators do. Their results differ only in the order of sums.
 
 Shape suffixes: n activation vectors (all leading axes flattened), i input axes flattened, o output axes flattened. For
 attention: b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
@@ -43,7 +43,7 @@ def dense_product(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLi
         first or last. The result has the activations' other axes, then the weight's.
       weight: array of any float dtype.
       dtype: dtype of the result; None: the operands' common dtype. If it is wider than the dtype of `x`, sums are not
-        rounded, and all backends use the form for CPUs.
+        rounded, and all backends use the variant for CPUs.
     """
     if dtype not in (None, x.dtype):
         return _by_platform(equation, x, weight, default=partial(_on_cpu, dtype=dtype))
@@ -173,23 +173,23 @@ def _backward(equation: str, operands: tuple[jax.Array, jax.Array], grad: jax.Ar
 _narrow.defvjp(_forward, _backward)
 
 
-def _by_platform(equation: str, x: jax.Array, weight: jax.Array, **forms: Callable[..., jax.Array]) -> jax.Array:
-    """Runs the form for the platform. If each device of TPUs has one vector, runs the default form with a second vector."""
+def _by_platform(equation: str, x: jax.Array, weight: jax.Array, **variants: Callable[..., jax.Array]) -> jax.Array:
+    """Runs the variant for the platform. If each device of TPUs has one vector, runs the default with a second vector."""
     if is_one_vector(x, x.ndim - len(_summed_axes(equation))):
-        forms["tpu"] = partial(_with_second_vector, forms["default"])
-    if len(forms) == 1:
-        return forms["default"](equation, x, weight)
-    return lax.platform_dependent(x, weight, **{name: partial(form, equation) for name, form in forms.items()})
+        variants["tpu"] = partial(_with_second_vector, variants["default"])
+    if len(variants) == 1:
+        return variants["default"](equation, x, weight)
+    return lax.platform_dependent(x, weight, **{name: partial(variant, equation) for name, variant in variants.items()})
 
 
-def _with_second_vector(form: Callable[..., jax.Array], equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _with_second_vector(variant: Callable[..., jax.Array], equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Appends a vector of zeros along a new axis, and drops its result. A mesh may have sharded all other axes."""
     inputs, weights, outputs = equation.replace("->", ",").split(",")
     summed = _summed_axes(equation)
     kept, axis = inputs.removesuffix(summed), x.ndim - len(summed)
     padding = [(0, int(i == axis)) for i in range(x.ndim + 1)]
     both = jnp.pad(jnp.expand_dims(x, axis), padding)
-    y = form(f"{kept}Z{summed},{weights}->{kept}Z{outputs.removeprefix(kept)}", both, weight)
+    y = variant(f"{kept}Z{summed},{weights}->{kept}Z{outputs.removeprefix(kept)}", both, weight)
     return lax.index_in_dim(y, 0, axis, keepdims=False)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding in the form that the backend runs fastest.
+"""Rotary embedding in the variant that the backend runs fastest.
 
 Shape suffixes: b batch, t tokens, h heads, e head dim.
 """
@@ -35,9 +35,9 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
         swapped_bthe = jnp.einsum("bthe,ez->bthz", x_bthe.astype(narrow), swap_ee, preferred_element_type=wide)
         return x_bthe * cos + swapped_bthe * sin
 
-    forms = {"tpu": by_product} if narrow.itemsize == 2 and x_bthe.shape[1] > 1 else {}
+    variants = {"tpu": by_product} if narrow.itemsize == 2 and x_bthe.shape[1] > 1 else {}
     arrays = (x.astype(wide) for x in (x_bthe, *table))
-    return lax.platform_dependent(*arrays, cpu=by_halves, default=by_swap, **forms).astype(narrow)
+    return lax.platform_dependent(*arrays, cpu=by_halves, default=by_swap, **variants).astype(narrow)
 
 
 def per_pair(table: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""Top-k and argmax in the form that the backend runs fastest.
+"""Top-k and argmax in the variant that the backend runs fastest.
 
 Among equal scores, the lower index comes first. Scores are not sharded; `vocab` has versions for a sharded vocabulary.
 

@@ -1,12 +1,12 @@
 """Registry of kernels: the operation that each replaces, the device it was written for, and whether it ever ran there.
 
-A model names an operation, asks `find` for its kernel, and runs the plain form if there is none. A name of attention
+A model names an operation, asks `find` for its kernel, and runs the plain variant if there is none. A name of attention
 selects that attention. Kernels of other operations belong to sets, and a call may choose a set (`use`). If a kernel does
-not take the operands, the plain form runs, and one line says so. Forms that XLA compiles, and that devices use by
+not take the operands, the plain variant runs, and one line says so. Variants that XLA compiles, and that devices use by
 default, are in `models.backend`.
 
 To add a kernel, write a file in this folder and add a line to KERNELS. The file is imported at first use, because importing
-Pallas is slow. It has `run`, which replaces the plain form; `supports`, which returns whether the kernel takes the
+Pallas is slow. It has `run`, which replaces the plain variant; `supports`, which returns whether the kernel takes the
 operands; and TAKES, which says the same in words. A CPU interprets kernels, slowly.
 """
 
@@ -78,11 +78,11 @@ def find(operation: str, *operands: Any, name: str | None = None) -> Callable[..
     kernel = KERNELS[operation][name]
     if jax.__version_info__ < kernel.oldest_jax:
         version = ".".join(map(str, kernel.oldest_jax))
-        warn(f"{operation}: kernel {name!r} needs jax {version}; the plain form runs instead")
+        warn(f"{operation}: kernel {name!r} needs jax {version}; the plain variant runs instead")
         return None
     module = importlib.import_module(f"{__name__}.{kernel.module}")
     if not module.supports(*operands):
-        warn(f"{operation}: kernel {name!r} takes {module.TAKES}; for anything else the plain form runs")
+        warn(f"{operation}: kernel {name!r} takes {module.TAKES}; for anything else the plain variant runs")
         return None
     if not kernel.has_run:
         warn(f"{operation}: kernel {name!r} never ran on the device that it was written for")

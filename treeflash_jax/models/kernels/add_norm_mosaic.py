@@ -1,6 +1,6 @@
 """A product, the addition of a residual and the RMS norm of the sum, with a Pallas kernel for Hopper GPUs (Mosaic).
 
-The plain form is a product, a sum and `layers.rms_norm`. To fill a GPU, XLA splits a product of few rows along its inner
+The plain variant is a product, a sum and `layers.rms_norm`. To fill a GPU, XLA splits a product of few rows along its inner
 axis. It then adds up the shares together with the residual, and norms in one or two more operations. Here, the product
 returns its shares, and one program per row adds and norms.
 

@@ -1,8 +1,8 @@
-"""Attention over a cached prefix, as a Pallas kernel for GPUs (Triton). The plain form is "streamed" in `models.attention`.
+"""Attention over a cached prefix, as a Pallas kernel for GPUs (Triton).
 
-There is one program per sequence and key/value head, tile of queries and share of the prefix. A sequence's blocks of slots
-are divided evenly among its shares, whatever its length, so a batch of one fills the device. The caller merges the shares.
-No block past a sequence's length is read.
+The plain variant is "streamed" in `models.attention`. There is one program per sequence and key/value head, tile of queries
+and share of the prefix. A sequence's blocks of slots are divided evenly among its shares, whatever its length, so a batch of
+one fills the device. The caller merges the shares. No block past a sequence's length is read.
 
 Pallas' Triton lowering works on every NVIDIA GPU since Ampere. jax 0.12 deprecates it in favour of Mosaic
 (`attention_mosaic`). The sizes below are not tuned.
@@ -51,8 +51,8 @@ def run(operands: Operands) -> jax.Array:
         q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
         q_bkqe = group_queries(q_bthe, k_buke.shape[2])
         new_bkqu = logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
-        forms = {"cpu": partial(_attend, interpret=True), "cuda": _attend}
-        mixed_bkyqe, total_bkyq, peak_bkyq = lax.platform_dependent(q_bkqe, prefix, length_b, **forms)
+        variants = {"cpu": partial(_attend, interpret=True), "cuda": _attend}
+        mixed_bkyqe, total_bkyq, peak_bkyq = lax.platform_dependent(q_bkqe, prefix, length_b, **variants)
         peak_bkq = jnp.maximum(jnp.max(new_bkqu, axis=-1), jnp.max(peak_bkyq, axis=2))
         new_bkqu, kept_bkyq = jnp.exp(new_bkqu - peak_bkq[..., None]), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
         mixed_bkqe, total_bkq = products.attention_sums(new_bkqu, jnp.swapaxes(v_buke, 1, 2))

@@ -1,6 +1,6 @@
 """Attention over a cached prefix and the new positions in one Pallas kernel for Hopper GPUs (Mosaic).
 
-The plain form is "xla" in `models.attention`. The kernel can also norm and rotate queries and keys as the projections
+The plain variant is "xla" in `models.attention`. The kernel can also norm and rotate queries and keys as the projections
 produce them. As separate operations, these steps take longer than the attention. The kernel was compiled for an H200, and
 its sizes are not tuned.
 

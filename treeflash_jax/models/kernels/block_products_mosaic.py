@@ -1,6 +1,6 @@
 """Products of 2 to 128 vectors with FP8 weights that have a scale per block, in a Pallas kernel for Hopper GPUs (Mosaic).
 
-The plain forms are in `block_products`. They write the vectors once per block of outputs, or parts of the weight. The
+The plain variants are in `block_products`. They write the vectors once per block of outputs, or parts of the weight. The
 kernel converts values as it reads them, and scales the sums over each block of inputs, so it writes only sums. It was
 compiled for an H200.
 

@@ -1,6 +1,6 @@
 """The gated delta rule as a Pallas kernel for Hopper GPUs (Mosaic), with a program for each value head of each sequence.
 
-It is another form of `delta_rule.attend`, for up to BLOCK positions and heads of 64 or 128. Hopper's matrix units take no
+It is a variant of `delta_rule.attend`, for up to BLOCK positions and heads of 64 or 128. Hopper's matrix units take no
 float32, so an operand is the sum of three bfloat16 numbers, and a product is the sum of six of their products. The system
 is solved by its inverse. The inverse is built from the inverses of blocks on its diagonal, and is as stable as
 substitution. The kernel was compiled for an H200.

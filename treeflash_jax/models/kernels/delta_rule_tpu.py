@@ -1,7 +1,7 @@
 """The gated delta rule as a Pallas kernel for TPUs, with a program for each value head of each sequence.
 
-It is another form of `delta_rule.attend`, for up to BLOCK positions, because XLA expands the triangular solve into loops.
-The system is solved by sweeps u <- right - A u. After i sweeps, every position of depth below i is exact, so there are as
+It is a variant of `delta_rule.attend`, for up to BLOCK positions, because XLA expands the triangular solve into loops. The
+system is solved by sweeps u <- right - A u. After i sweeps, every position of depth below i is exact, so there are as
 many sweeps as the longest path has positions. The rounding error is as in substitution, because no power of A appears. The
 kernel was compiled for v5e and v5p.
 

@@ -1,6 +1,6 @@
 """Decoder layers whose norms, rotation, attention and residual additions run in Pallas kernels for Hopper GPUs (Mosaic).
 
-They are another form of the layers in `decoder.forward`, with about half as many launches. A kernel that adds to the
+They are another variant of the layers in `decoder.forward`, with about half as many launches. A kernel that adds to the
 residual stream also norms the sum for the next part, so each layer takes and returns both. The kernels were compiled for an
 H200.
 
