@@ -100,9 +100,8 @@ def test_every_form_is_the_loop_over_tokens_and_experts(name):
     expect = {"ties": counts_x[:2].sum() == 18, "one expert for all": counts_x[4] == 9}
     assert expect.get(name, True) and (name != "an expert no token picks" or counts_x[4] == 0)
     without_nd, _ = oracle({key: x for key, x in weights.items() if key != "expert_down_bias"}, config, x_nd)
-    for variant, got_nd in run_every_variant(
-        given, jnp.asarray(x_nd), weight_nk, ids_nk, gate=experts.find_gate(config)
-    ).items():
+    sums = run_every_variant(given, jnp.asarray(x_nd), weight_nk, ids_nk, gate=experts.find_gate(config))
+    for variant, got_nd in sums.items():
         np.testing.assert_allclose(got_nd, without_nd, atol=1e-12, err_msg=variant)
     got_btd = mixture(given, config, x_nd[None])
     np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)

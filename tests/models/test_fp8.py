@@ -202,10 +202,8 @@ def test_experts_are_those_of_the_dense_weights(tokens, scheme, block):
     weight_nk, ids_nk = jax.jit(experts.route, static_argnums=1)(dense, EXPERTS, x_nd)
     variants = [expert_sums.all_experts] + [expert_sums.gather_and_reduce, expert_sums.sum_experts] * (tokens < 10)
     for variant in variants:
-        got, expected = (
-            jax.jit(partial(variant, gate=experts.silu_gate))(weights, x_nd, weight_nk, ids_nk)
-            for weights in (small, dense)
-        )
+        run = jax.jit(partial(variant, gate=experts.silu_gate))
+        got, expected = (run(weights, x_nd, weight_nk, ids_nk) for weights in (small, dense))
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12, err_msg=variant.__name__)
 
 

@@ -1,8 +1,8 @@
 """Attention over a cached prefix, as a Pallas kernel for GPUs (Triton).
 
 The plain variant is "streamed" in `models.attention`. There is one program per sequence and key/value head, tile of queries
-and share of the prefix. A sequence's blocks of slots are divided evenly among its shares, whatever its length, so a batch of
-one fills the device. The caller merges the shares. No block past a sequence's length is read.
+and share of the prefix. A sequence's blocks of slots are divided evenly among its shares, whatever its length, so a batch
+of one fills the device. The caller merges the shares. No block past a sequence's length is read.
 
 Pallas' Triton lowering works on every NVIDIA GPU since Ampere. jax 0.12 deprecates it in favour of Mosaic
 (`attention_mosaic`). The sizes below are not tuned.
