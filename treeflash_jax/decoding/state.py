@@ -68,7 +68,7 @@ class DecodePlan:
 
     Attributes:
       shared: the part that prefill shares.
-      drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
+      configured_drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
       builder: one of `trees.BUILDERS`, or "none" for one token a round.
       num_nodes: nodes verified per round, root included.
       shape: sizes of the tree besides its number of nodes.
@@ -78,7 +78,7 @@ class DecodePlan:
     """
 
     shared: SharedPlan
-    drafter: Drafter | None = None
+    configured_drafter: Drafter | None = None
     builder: str = "none"
     num_nodes: int = 1
     shape: TreeShape = TreeShape()
@@ -88,12 +88,12 @@ class DecodePlan:
 
     @property
     def drafts(self) -> bool:
-        return self.drafter is not None
+        return self.configured_drafter is not None
 
     @property
     def path_length(self) -> int:
         """Maximal number of accepted nodes, root included."""
-        return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
+        return 1 + min(self.configured_drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
 
     def one_token(self) -> "DecodePlan":
         """Returns the plan of one-token decoding with this plan's other settings: the baseline of measurements."""

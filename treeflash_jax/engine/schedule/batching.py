@@ -61,7 +61,7 @@ def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
     It does not depend on `max_new_tokens`, so a call that changes only this setting compiles nothing.
     """
     room = ROOM + 1 + plan.path_length
-    if plan.drafts and plan.drafter.reads_prompt:
+    if plan.drafts and plan.configured_drafter.reads_prompt:
         # Such a drafter reads one token beyond a prompt. It needs room for a chunk if longer prompts are still being read.
         room = max(room, 1 + plan.shared.prefill_chunk)
     return round_capacity(max(len(request.ids) for request in requests) + room)
