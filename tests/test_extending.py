@@ -95,7 +95,7 @@ def test_an_expander_works_with_all_defaults_of_a_cpu(page, trained, settings):
     config = replace(trained.drafter, head="unrepeated")
     weights = Weights(trained.weights.verifier, trained.weights.drafter | {"head": {}})
     model = tf.TreeFlash(trained.verifier, weights, drafter=config)
-    assert model.plan(tf.GenerateConfig(**settings)).drafter.ngrams
+    assert model.plan(tf.GenerateConfig(**settings)).configured_drafter.ngrams
     draft = {name: value for name, value in settings.items() if name != "temperature"}
     sampling = {"temperature": settings.get("temperature", 0.0), "seed": 2, "max_new_tokens": 24, "stop_ids": ()}
     [drafted] = drafted_as_plain(model, [PROMPT * 5], draft, **sampling)

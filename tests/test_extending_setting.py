@@ -30,7 +30,7 @@ class Settings(tf.GenerateConfig):
 
 
 def penalize_even(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
-    penalty_b = nodes.state.sampling.settings["even_penalty"]
+    penalty_b = nodes.state.sampling.numbers["even_penalty"]
     is_even_v = jnp.arange(logits_bnv.shape[-1]) % 2 == 0
     return logits_bnv - penalty_b[:, None, None] * is_even_v
 

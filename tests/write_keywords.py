@@ -1,4 +1,4 @@
-"""Writes what editors and `help` show of keyword arguments, from the fields of GenerateConfig and ModelOptions.
+"""Writes what editors show of keyword arguments, from the fields of GenerateConfig and ModelOptions.
 
     PYTHONPATH=. python tests/write_keywords.py
 
@@ -17,7 +17,7 @@ from treeflash_jax.engine.settings import keywords
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
 
-FILE = '''"""Types of keyword arguments, for editors and `help`. `python tests/write_keywords.py` writes this file."""
+FILE = '''"""Types of keyword arguments, for editors. `python tests/write_keywords.py` writes this file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,22 +36,11 @@ class LoadOptions(TypedDict, total=False):
 
 
 class GenerateSettings(TypedDict, total=False):
-    """Keyword arguments of `generate`, `generate_each`, `stream` and `warmup`: the fields of GenerateConfig.
-
-    Attributes:
-{basic_settings}
-
-    Advanced attributes:
-{advanced_settings}
-    """
+    """Keyword arguments of `generate`, `generate_each`, `stream` and `warmup`: the fields of GenerateConfig."""
 
 {generate_types}
 '''
 LOAD_OPTIONS = [name for name in field_names(ModelOptions) if name != "verifier"]  # `verifier` is a positional argument
-
-
-def described(cls: type, names: list[str]) -> str:
-    return textwrap.indent(describe(cls, names), "    ")
 
 
 def types(cls: type, names: list[str]) -> str:
@@ -89,8 +78,6 @@ def keywords_source() -> str:
     return FILE.format(
         choices=choices_source(),
         load_types=types(ModelOptions, LOAD_OPTIONS),
-        basic_settings=described(GenerateConfig, field_names(GenerateConfig, basic=True)),
-        advanced_settings=described(GenerateConfig, field_names(GenerateConfig, basic=False)),
         generate_types=types(GenerateConfig, field_names(GenerateConfig)),
     )
 
@@ -99,7 +86,7 @@ def loading_source(source: str) -> str:
     """Returns the source of engine/loading.py with the arguments of `load` in its docstring."""
     verifier = f"verifier: {ModelOptions.__dataclass_fields__['verifier'].metadata['help']}."
     lines = textwrap.wrap(verifier, 80, initial_indent="      ", subsequent_indent="        ")
-    arguments = "\n".join([*lines, described(ModelOptions, LOAD_OPTIONS)])
+    arguments = "\n".join([*lines, textwrap.indent(describe(ModelOptions, LOAD_OPTIONS), "    ")])
     before, after = source.index("    Args:\n") + len("    Args:\n"), source.index("\n    Raises:")
     return f"{source[:before]}{arguments}\n{source[after:]}"
 

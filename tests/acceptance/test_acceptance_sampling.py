@@ -88,7 +88,7 @@ def asked(part: int, size: int = BATCH, new: int = NEW, **numbers: float) -> Bat
     sampling = Sampling(
         key_b=jax.random.split(jax.random.key(part), size), limit_b=full(len(PROMPT) + new, jnp.int32),
         stop_ids_bx=jnp.full((size, 1), -1), drafter_temperature_b=full(1, jnp.float32),
-        settings={name: full(value, jnp.asarray(value).dtype) for name, value in (UNFILTERED | numbers).items()},
+        numbers={name: full(value, jnp.asarray(value).dtype) for name, value in (UNFILTERED | numbers).items()},
     )  # fmt: skip
     return Batch(tokens_bs, full(len(PROMPT), jnp.int32), sampling)
 

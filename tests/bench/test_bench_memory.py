@@ -64,7 +64,7 @@ def test_a_round_on_a_mesh_gathers_neither_logits_nor_caches(monkeypatch):
     def moved(nodes: int) -> list[tuple[int, ...]]:
         draft = replace(DRAFTER, candidates=4, children=4)
         shared = SharedPlan(prefill_chunk=32, verifier=MODEL, loaded_drafter=DRAFTER)
-        plan = DecodePlan(shared=shared, drafter=draft, builder="best-first", num_nodes=nodes)
+        plan = DecodePlan(shared=shared, configured_drafter=draft, builder="best-first", num_nodes=nodes)
         return moved_shapes(memory.compile_programs(plan, tf.make_mesh(4, 2), 4, 256, jnp.float32)[1].as_text())
 
     def are_moved(shapes, size: int) -> bool:

@@ -173,7 +173,7 @@ def test_the_default_tree_on_a_cpu_has_four_levels_of_two_lanes(options, depths,
     config, device = replace(opened("eagle")[0], num_depths=7), Device("cpu", features=frozenset({"avx512_bf16"}))
     settings = GenerateConfig(**{"builder": "best-first"} | options)
     plan = resolve(settings, config.layers, config, dtype=jnp.bfloat16, device=device)
-    assert (plan.drafter.num_depths, plan.shape.lanes) == (depths, lanes)
+    assert (plan.configured_drafter.num_depths, plan.shape.lanes) == (depths, lanes)
 
 
 # Decoding

@@ -228,7 +228,7 @@ def test_a_cpu_shortlists_a_large_vocabulary_by_default(device, vocab_size, shor
     def planned(**settings):
         drafter = replace(RANDOM_DRAFTER, layers=layers)
         config = tf.GenerateConfig(builder="best-first", **settings)
-        return resolve(config, verifier, drafter, dtype=jnp.float32, device=Device(device)).drafter.shortlist
+        return resolve(config, verifier, drafter, dtype=jnp.float32, device=Device(device)).configured_drafter.shortlist
 
     assert planned() == shortlist
     assert [planned(shortlist=asked) for asked in (0, 7)] == [0, 7]

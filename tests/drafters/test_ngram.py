@@ -103,7 +103,7 @@ def test_low_drafter_temperatures_keep_the_likeliest_continuations():
 
 def test_a_chain_that_follows_no_path_is_not_joined(tiny):
     refused(lambda: tiny.plan(tf.GenerateConfig(builder="chain", ngrams=8)), "ngrams 8", "with builder 'chain'")
-    assert tiny.plan(tf.GenerateConfig(builder="walk", ngrams=8)).drafter.ngrams == 8
+    assert tiny.plan(tf.GenerateConfig(builder="walk", ngrams=8)).configured_drafter.ngrams == 8
 
 
 def test_a_table_is_joined_by_what_followed_earlier():

@@ -43,7 +43,8 @@ def test_the_default_dtype_is_the_faster_one(device, dtype):
 def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, candidates, block_size, tiny):
     def sizes(drafter=tiny.drafter, dtype=jnp.bfloat16, **settings):
         made = plan(tiny, device, dtype, drafter, **{"builder": "best-first"} | settings)
-        return made.num_nodes, getattr(made.drafter, "candidates", None), getattr(made.drafter, "block_size", None)
+        draft = made.configured_drafter
+        return made.num_nodes, getattr(draft, "candidates", None), getattr(draft, "block_size", None)
 
     assert (tiny.drafter.num_nodes, tiny.drafter.block_size) == (16, 16)
     assert sizes() == (nodes, candidates, block_size)
@@ -82,7 +83,7 @@ def test_small_trees_of_a_network_per_level_are_shallow_and_narrow_where_every_t
 
     def sizes(device, **settings):
         made = plan(tiny, device, drafter=drafter, builder="best-first", **settings)
-        return made.num_nodes, made.drafter.num_depths, made.shape.lanes
+        return made.num_nodes, made.configured_drafter.num_depths, made.shape.lanes
 
     whole = drafter.num_depths, drafter.lanes
     assert sizes(ZEN5) == sizes(ZEN5, nodes=8) == (8, 4, 2)

@@ -150,7 +150,7 @@ class Shapes:
 
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     """Returns the settings of a plan's rounds, for a record."""
-    values = plan.drafter.setting_values() if plan.drafts else {}
+    values = plan.configured_drafter.setting_values() if plan.drafts else {}
     drafting = {option: values.get(option) for option in field_names(GenerateConfig, "drafting")}
     read = BUILDERS[plan.builder].reads if plan.drafts else ()
     shape = {name: value for name, value in asdict(plan.shape).items() if name in read}

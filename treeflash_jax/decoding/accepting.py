@@ -79,7 +79,7 @@ def accept_path(
 
 def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetDistribution:
     """Returns the verifier's distributions after temperature and filters."""
-    numbers = (sampling.settings[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+    numbers = (sampling.numbers[name] for name in ("temperature", "top_k", "top_p", "min_p"))
     return acceptance.target_distribution(logits_bnv, *numbers)
 
 
@@ -91,7 +91,7 @@ def target_noise(state: DecodeState, length: int, logits_bnv: jax.Array) -> jax.
         positions_bp = state.end_b[:, None] + jnp.arange(length)
         keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
         return lax.cond(
-            jnp.any(state.sampling.settings["temperature"] > 0),
+            jnp.any(state.sampling.numbers["temperature"] > 0),
             lambda: vocab.gumbel(keys_bp, size, dtype),
             lambda: sharding.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
         )

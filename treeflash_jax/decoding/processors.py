@@ -31,7 +31,7 @@ from jax import lax
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.error_text import clipped
-from treeflash_jax.decoding.state import Counts, DecodeState, Sampling
+from treeflash_jax.decoding.state import Biases, Counts, DecodeState, Sampling
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.trees import NO_TOKEN
@@ -68,7 +68,7 @@ class Nodes:
     """Nodes of a tree, in the form that the processors of settings read.
 
     Attributes:
-      state: state at the root; `state.sampling.settings` has the numbers of each sequence.
+      state: state at the root; `state.sampling.numbers` has the settings of each sequence.
       path_bni: tokens of the path from depth 1 to each node; NO_TOKEN after the node.
       automaton_bn: state of the automaton after each node; None without one.
     """
@@ -80,13 +80,14 @@ class Nodes:
 
 def is_needed(sampling: Sampling, processor: Any = None) -> bool:
     """Returns whether `process` changes logits."""
-    has_settings = any(names[0] in sampling.settings for names in PROCESSORS)
-    return has_settings or sampling.automaton is not None or processor is not None
+    has_numbers = any(names[0] in sampling.numbers for names in PROCESSORS)
+    others = sampling.biases, sampling.least_end_b, sampling.automaton, processor
+    return has_numbers or any(other is not None for other in others)
 
 
 def init_processors(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
     """Returns the state with the token counts and processor states after its prompts, as far as a processor needs them."""
-    if PENALTIES[0] in state.sampling.settings:
+    if PENALTIES[0] in state.sampling.numbers:
         is_prompt_bs = jnp.arange(state.capacity) < state.end_b[:, None]
         ids_bs = jnp.where(is_prompt_bs, state.tokens_bs, NO_TOKEN)
         none_bv = jnp.zeros((state.end_b.size, vocab_size), bool)
@@ -122,12 +123,16 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
     """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least."""
     with jax.named_scope("process"):
         logits_bnv = logits_bnv.astype(at_least_float32(logits_bnv.dtype))
-        automaton = state.sampling.automaton
+        sampling, automaton = state.sampling, state.sampling.automaton
         automaton_bn = None if automaton is None else _advance_nodes(automaton, state.automaton_b, path_bni)
         nodes = Nodes(state, path_bni, automaton_bn)
+        if sampling.biases is not None:
+            logits_bnv = _add_biases(logits_bnv, sampling.biases)
         for names, change in PROCESSORS.items():
-            if names[0] in state.sampling.settings:
+            if names[0] in sampling.numbers:
                 logits_bnv = change(logits_bnv, nodes)
+        if sampling.least_end_b is not None:
+            logits_bnv = _delay_end(logits_bnv, nodes)
         if processor is not None:
             history = History(state.tokens_bs, state.end_b, path_bni)
             if has_state(processor):
@@ -190,15 +195,15 @@ def _check_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> No
         raise ValueError(f"got processor {got}, expected one that takes ({', '.join(arguments)})") from None
 
 
-def _add_bias(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
-    return logits_bnv + vocab.put(_zeros(logits_bnv), *nodes.state.sampling.settings["logit_bias"])[:, None]
+def _add_biases(logits_bnv: jax.Array, biases: Biases) -> jax.Array:
+    return logits_bnv + vocab.put(_zeros(logits_bnv), biases.ids_bx, biases.added_bx)[:, None]
 
 
 def _delay_end(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
     """Returns logits without stop ids at nodes whose answer is too short, unless their automaton allows only the end."""
     state, sampling = nodes.state, nodes.state.sampling
     length_bn = state.end_b[:, None] + jnp.sum(nodes.path_bni != NO_TOKEN, axis=2)
-    is_short_bn = length_bn < sampling.settings["min_new_tokens"][:, None]
+    is_short_bn = length_bn < sampling.least_end_b[:, None]
     never_bx = jnp.full(sampling.stop_ids_bx.shape, -jnp.inf, logits_bnv.dtype)
     endless_bnv = logits_bnv + vocab.put(_zeros(logits_bnv), sampling.stop_ids_bx, never_bx)[:, None]
     if sampling.automaton is not None:
@@ -214,7 +219,7 @@ def _zeros(logits_bnv: jax.Array) -> jax.Array:
 def _penalize_texts(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
     """Returns penalised logits. Tokens of the text up to the root count, and the tokens of each node's path."""
     counts, path_bni = nodes.state.counts, nodes.path_bni
-    penalties = [nodes.state.sampling.settings[name] for name in PENALTIES]
+    penalties = [nodes.state.sampling.numbers[name] for name in PENALTIES]
     in_answer_bv = counts.in_answer_bv
     is_seen_bv = counts.in_prompt_bv | (in_answer_bv > 0)
     penalized_bnv = _penalize(logits_bnv, penalties, in_answer_bv[:, None], is_seen_bv[:, None])
@@ -245,12 +250,10 @@ def _count_with(in_answer_bv: jax.Array, path_bni: jax.Array) -> jax.Array:
 
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# Arithmetic of settings, in the order in which it is applied. A key names all settings that its function reads. A program
-# contains the function if a request of its batch changes one of these settings.
+# Arithmetic of settings that are numbers, in the order in which it is applied, between biases and minimum lengths. A key
+# names all settings that its function reads. A program contains the function if a request of its batch changes one of them.
 PROCESSORS: dict[tuple[str, ...], Callable[[jax.Array, Nodes], jax.Array]] = {
-    ("logit_bias",): _add_bias,
     PENALTIES: _penalize_texts,
-    ("min_new_tokens",): _delay_end,
 }
 
 

@@ -48,7 +48,7 @@ class Verified:
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Drafts, verifies, accepts and commits. Every sequence that is not done gets at least one token."""
-    verify = _verify_if_drafted if plan.drafts and plan.drafter.may_offer_nothing else verify_and_accept
+    verify = _verify_if_drafted if plan.drafts and plan.configured_drafter.may_offer_nothing else verify_and_accept
     verified, accepted = verify(weights, state, *draft_tree(weights, state, plan), plan)
     return commit_path(weights, state, verified, accepted, plan)
 
@@ -115,7 +115,7 @@ def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> tr
         cache=state.cache,
     )
     with jax.named_scope("draft"):
-        expander = plan.drafter.draft(inputs)
+        expander = plan.configured_drafter.draft(inputs)
         automaton = state.sampling.automaton
         return expander if automaton is None else ConstrainedExpander(expander, automaton, state.automaton_b)
 

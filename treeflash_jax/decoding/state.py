@@ -68,7 +68,7 @@ class DecodePlan:
 
     Attributes:
       shared: the part that prefill shares.
-      drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
+      configured_drafter: the drafter with the settings of its drafts (`Drafter.configured`); None with builder "none".
       builder: one of `trees.BUILDERS`, or "none" for one token a round.
       num_nodes: nodes verified per round, root included.
       shape: sizes of the tree besides its number of nodes.
@@ -78,7 +78,7 @@ class DecodePlan:
     """
 
     shared: SharedPlan
-    drafter: Drafter | None = None
+    configured_drafter: Drafter | None = None
     builder: str = "none"
     num_nodes: int = 1
     shape: TreeShape = TreeShape()
@@ -88,12 +88,12 @@ class DecodePlan:
 
     @property
     def drafts(self) -> bool:
-        return self.drafter is not None
+        return self.configured_drafter is not None
 
     @property
     def path_length(self) -> int:
         """Maximal number of accepted nodes, root included."""
-        return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
+        return 1 + min(self.configured_drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
 
     def one_token(self) -> "DecodePlan":
         """Returns the plan of one-token decoding with this plan's other settings: the baseline of measurements."""
@@ -116,6 +116,19 @@ class Weights:
 
 
 @struct.dataclass
+class Biases:
+    """Numbers that are added to the logits of tokens.
+
+    Attributes:
+      ids_bx: ids of the tokens, padded with NO_TOKEN.
+      added_bx: number added to the logit of each.
+    """
+
+    ids_bx: jax.Array
+    added_bx: jax.Array
+
+
+@struct.dataclass
 class Sampling:
     """Sampling settings of each sequence; traced, so changing them never recompiles.
 
@@ -124,10 +137,11 @@ class Sampling:
       limit_b: prompt length + max_new_tokens.
       stop_ids_bx: ids that end a sequence; -1 pads.
       drafter_temperature_b: temperature of the drafted distribution, > 0.
-      settings: numbers [b] by name of the setting: temperature, top_k, top_p, min_p, and the settings that processors read
+      numbers: numbers [b] by name of the setting: temperature, top_k, top_p, min_p, and the settings that processors read
         (`processors.PROCESSORS`). If no request of the call uses a processor, its settings are absent, and programs do not
-        contain it. "logit_bias" is a pair: token ids [b, x], padded with NO_TOKEN, and the numbers added to their logits
-        [b, x]. "min_new_tokens" is prompt length + min_new_tokens.
+        contain it.
+      biases: the setting logit_bias; None if no request has it.
+      least_end_b: prompt length + min_new_tokens; None if no request sets it.
       automaton: automata of the tokens that constraints allow; None without constraints.
     """
 
@@ -135,7 +149,9 @@ class Sampling:
     limit_b: jax.Array
     stop_ids_bx: jax.Array
     drafter_temperature_b: jax.Array
-    settings: dict[str, Any]
+    numbers: dict[str, jax.Array]
+    biases: Biases | None = None
+    least_end_b: jax.Array | None = None
     automaton: Automaton | None = None
 
 

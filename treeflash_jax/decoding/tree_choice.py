@@ -30,7 +30,7 @@ def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:
         jnp.sum(jnp.where((age_bs >= 1) & (age_bs <= most), state.accepted_bs, 0), axis=1) for most in (RECENT, 1)
     )
     recent_b /= jnp.clip(state.rounds_b, 1, RECENT)
-    settings = state.sampling.settings
+    numbers = state.sampling.numbers
     top_b, log_length_b = jnp.exp(jnp.max(log_p_bc, axis=-1)), jnp.log(state.end_b)
-    columns = recent_b, last_b, entropy_b, top_b, log_length_b, settings["temperature"], settings["top_p"]
+    columns = recent_b, last_b, entropy_b, top_b, log_length_b, numbers["temperature"], numbers["top_p"]
     return jnp.stack(columns, axis=1, dtype=jnp.float32)

@@ -25,7 +25,8 @@ MAX_BIASES = 304
 def server_sizes(states: int, vocab_size: int, config: type[GenerateConfig]) -> SamplingSizes:
     """Returns sizes with all sampling settings, and for automata of up to `states` states; 0: no automata."""
     automaton = (states, TOKEN_CLASSES, vocab_size) if states else None
-    return SamplingSizes(config, MAX_STOP_IDS, MAX_BIASES, frozenset(chain(*PROCESSORS)), automaton)
+    processed = frozenset(chain(*PROCESSORS))
+    return SamplingSizes(config, MAX_STOP_IDS, MAX_BIASES, has_least_end=True, processed=processed, automaton=automaton)
 
 
 class RequestMaker:

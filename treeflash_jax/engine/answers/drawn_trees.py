@@ -93,7 +93,7 @@ def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automato
       before: number of tokens that each earlier round accepted.
     """
     plan, mesh = runner.plan, runner.mesh
-    if plan.drafter.reads_tokens:  # the drafter must read the anchor, too
+    if plan.configured_drafter.reads_tokens:  # the drafter must read the anchor, too
         first_b = sharding.place(jnp.full(batch.length_b.shape, anchor, jnp.int32), mesh)
         state = Prefill(runner, batch, first_b=first_b).read_all()
     else:  # uses the program that reads any prompt

@@ -21,7 +21,7 @@ from treeflash_jax.core.settings import changed
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.processors import PROCESSORS
-from treeflash_jax.decoding.state import DecodePlan, Sampling
+from treeflash_jax.decoding.state import Biases, DecodePlan, Sampling
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.settings.generate_config import GenerateConfig, number_types
 from treeflash_jax.trees import NO_TOKEN
@@ -61,7 +61,7 @@ def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
     It does not depend on `max_new_tokens`, so a call that changes only this setting compiles nothing.
     """
     room = ROOM + 1 + plan.path_length
-    if plan.drafts and plan.drafter.reads_prompt:
+    if plan.drafts and plan.configured_drafter.reads_prompt:
         # Such a drafter reads one token beyond a prompt. It needs room for a chunk if longer prompts are still being read.
         room = max(room, 1 + plan.shared.prefill_chunk)
     return round_capacity(max(len(request.ids) for request in requests) + room)
@@ -101,7 +101,8 @@ class SamplingSizes:
 
     Attributes:
       config: class of the requests' settings.
-      stop_ids, biases: number of stop ids, and of biases, per request, padding included.
+      stop_ids, biases: number of stop ids, and of biases, per request, padding included. Programs add no biases if it is 0.
+      has_least_end: whether programs delay the end of answers (min_new_tokens).
       processed: names of the settings whose processors (`processors.PROCESSORS`) the programs contain: if a request may
         change one setting of a processor, all settings of that processor.
       automaton: numbers of states, classes and tokens of an automaton; None for programs without automata.
@@ -109,7 +110,8 @@ class SamplingSizes:
 
     config: type[GenerateConfig] = GenerateConfig
     stop_ids: int = LIST_SLOTS
-    biases: int = LIST_SLOTS
+    biases: int = 0
+    has_least_end: bool = False
     processed: frozenset[str] = frozenset()
     automaton: tuple[int, int, int] | None = None
 
@@ -118,7 +120,7 @@ class SamplingSizes:
         """Returns the sizes for the requests of a call."""
 
         def pad(lengths: Iterable[int]) -> int:
-            return max(1, -(-max(lengths) // LIST_SLOTS)) * LIST_SLOTS
+            return -(-max(lengths) // LIST_SLOTS) * LIST_SLOTS
 
         given = {name for request in requests for name in changed(request.settings)}
         automaton = None
@@ -130,8 +132,9 @@ class SamplingSizes:
             automaton = states, classes, automata[0].class_v.size
         return SamplingSizes(
             config=type(requests[0].settings),
-            stop_ids=pad(len(request.settings.stop_ids) for request in requests),
+            stop_ids=max(LIST_SLOTS, pad(len(request.settings.stop_ids) for request in requests)),
             biases=pad(len(request.settings.logit_bias or ()) for request in requests),
+            has_least_end="min_new_tokens" in given,
             processed=frozenset(name for names in PROCESSORS if given & {*names} for name in names),
             automaton=automaton,
         )
@@ -172,26 +175,27 @@ def make_batch(
 
     length_b = np.array([len(request.ids) for request in requests], np.int32)
     wide = at_least_float32(dtype)
-    numbers = np.array([(request.settings.seed, request.index, request.sample) for request in requests], np.uint32)
-    settings: dict[str, Any] = {
+    key_numbers = np.array([(request.settings.seed, request.index, request.sample) for request in requests], np.uint32)
+    numbers = {
         name: column(name, np.int32 if kind is int else wide)
         for name, kind in number_types(sizes.config).items()
         if name in sizes.processed or name not in chain(*PROCESSORS)
     }
-    if "logit_bias" in sizes.processed:
-        biases = [tuple((request.settings.logit_bias or {}).items()) for request in requests]
-        ids, values = np.moveaxis(_pad(biases, sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
-        settings["logit_bias"] = ids.astype(np.int32), values.astype(wide)
-    if "min_new_tokens" in sizes.processed:
-        settings["min_new_tokens"] = length_b + column("min_new_tokens", np.int32)
+    biases = None
+    if sizes.biases:
+        pairs = [tuple((request.settings.logit_bias or {}).items()) for request in requests]
+        ids, added = np.moveaxis(_pad(pairs, sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
+        biases = Biases(ids.astype(np.int32), added.astype(wide))
     if sizes.automaton and automaton is None:
         automaton = tables.stack([request.automaton for request in requests], *sizes.automaton)
     sampling = Sampling(  # NumPy converts the dtypes, because JAX would compile a program for each conversion
-        key_b=programs.call(loops.make_keys, *jax.device_put([*numbers.T]), clock=clock),
+        key_b=programs.call(loops.make_keys, *jax.device_put([*key_numbers.T]), clock=clock),
         limit_b=length_b + column("max_new_tokens", np.int32),
         stop_ids_bx=_pad([request.settings.stop_ids for request in requests], sizes.stop_ids, -1).astype(np.int32),
         drafter_temperature_b=column("drafter_temperature", wide),
-        settings=settings,
+        numbers=numbers,
+        biases=biases,
+        least_end_b=length_b + column("min_new_tokens", np.int32) if sizes.has_least_end else None,
         automaton=automaton,
     )
     return sharding.place(jax.device_put(Batch(tokens_bs, length_b, sampling)), mesh)

@@ -10,10 +10,12 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.constraints.compilation import SCHEMA_DEPTH, as_json
 from treeflash_jax.constraints.compile_bytes import MOST_STATES
 from treeflash_jax.core.checks import expect, refuse_unknown
+from treeflash_jax.core.setting_tables import describe
 from treeflash_jax.core.settings import changed, field_names, setting, validate
 from treeflash_jax.drafters.block.block_drafter import VOCABULARIES
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.engine.settings.defaults import LARGE_VOCABULARY, PLAIN_CPU, TPU
+from treeflash_jax.engine.settings.keywords import GenerateSettings
 from treeflash_jax.engine.settings.model_options import ModelOptions
 from treeflash_jax.models.attention import IMPLEMENTATIONS
 from treeflash_jax.models.kernels import KERNEL_SETS
@@ -305,6 +307,17 @@ class GenerateConfig:
 
     def __repr__(self) -> str:
         return f"GenerateConfig({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
+
+
+# For `help` and the reference of the API. Editors show no text of keyword arguments, so the generated class has none.
+GenerateSettings.__doc__ = f"""{GenerateSettings.__doc__}
+
+Attributes:
+{describe(GenerateConfig, field_names(GenerateConfig, basic=True))}
+
+Advanced attributes:
+{describe(GenerateConfig, field_names(GenerateConfig, basic=False))}
+"""
 
 
 def with_settings(config: GenerateConfig | None, settings: Mapping[str, Any]) -> GenerateConfig:

@@ -90,7 +90,7 @@ def resolve(
     draft = drafter.configured(**by_device | given)
     num_nodes = builder.size(draft.num_depths, limit, shape)
     shared = replace(shared, loaded_drafter=drafter)
-    return replace(plan, shared=shared, drafter=draft, builder=name, num_nodes=num_nodes, shape=shape, rule=rule)
+    return replace(plan, shared=shared, configured_drafter=draft, builder=name, num_nodes=num_nodes, shape=shape, rule=rule)
 
 
 def _why_plain(
