@@ -33,7 +33,7 @@ def test_the_package_lists_public_names_only_and_ships_types():
 def test_help_explains_each_keyword_argument_once_beside_plain_types():
     shown = pydoc.plain(pydoc.render_doc(tf.GenerateConfig))
     assert "Annotated" not in shown and "nodes: int | None = None" in shown
-    assert all(field.metadata["group"] in generate_config.GROUPS for field in fields(tf.GenerateConfig))
+    assert all(field.metadata["section"] in generate_config.SECTIONS for field in fields(tf.GenerateConfig))
     for described, settings in {tf.GenerateSettings: tf.GenerateConfig, tf.load: ModelOptions}.items():
         text = inspect.getdoc(described)
         for field in fields(settings):

@@ -10,7 +10,7 @@ from treeflash_jax.core.error_text import clipped, logger, quoted
 from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.core.settings import default_text, field_names
-from treeflash_jax.engine.settings.generate_config import GROUPS, REFUSED, GenerateConfig
+from treeflash_jax.engine.settings.generate_config import REFUSED, SECTIONS, GenerateConfig
 from treeflash_jax.engine.settings.model_options import ModelOptions
 
 ADVANCED = "advanced:"  # titles of option groups that only --help-all shows begin with this
@@ -91,9 +91,9 @@ def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
     output = parser.add_argument_group("output")
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show this help message with the advanced options")
     add(f"{ADVANCED} model", ModelOptions, field_names(ModelOptions, basic=False))
-    for group, title in GROUPS.items():
-        added = add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, group, basic=False))
-        if group == "sampling":
+    for section, title in SECTIONS.items():
+        added = add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, section, basic=False))
+        if section == "sampling":
             field = GenerateConfig.__dataclass_fields__["schema"]
             help = f"{field.metadata['help']} (default: {default_text(field)}), here a file or JSON text"
             added.add_argument("--schema", type=_schema_option, metavar="FILE|JSON", default=argparse.SUPPRESS, help=help)

@@ -26,7 +26,7 @@ def setting(
     unit: str = "",
     unset: str = "",
     basic: bool = False,
-    group: str = "",
+    section: str = "",
     dtype: type | None = None,
     choices: Callable[[], Collection[str]] | None = None,
     spelled: Callable[[Any], Any] | None = None,
@@ -42,7 +42,7 @@ def setting(
       unit: unit of a number, or kind of a text.
       unset: meaning of the default None or ().
       basic: whether the field is listed before the advanced ones.
-      group: title of the section of help that lists the field.
+      section: section of help that lists the field.
       dtype: int or float, dtype of the array with the setting's values for a batch; None: there is no such array.
       choices: function that returns the accepted texts; called at every check, since registries grow.
       spelled: function that returns the usual form of a value with several forms; it runs before choices are compared.
@@ -53,7 +53,7 @@ def setting(
     checks |= {"choices": choices} if choices else {}
     checks |= {"spelled": spelled} if spelled else {}
     checks |= {} if min_length is None else {"min_length": min_length}
-    shown = {"help": help, "unit": unit, "unset": unset, "basic": basic, "group": group, "dtype": dtype}
+    shown = {"help": help, "unit": unit, "unset": unset, "basic": basic, "section": section, "dtype": dtype}
     return dataclasses.field(default=default, default_factory=default_factory, metadata=shown | {"checks": checks})
 
 
@@ -76,9 +76,9 @@ def changed(config: Any) -> dict[str, Any]:
     return {x.name: getattr(config, x.name) for x in fields(config) if getattr(config, x.name) != x.default}
 
 
-def field_names(cls: type, *groups: str, basic: bool | None = None) -> list[str]:
-    """Returns the names of a dataclass's fields: only those in `groups`, if any, and only basic or only advanced ones."""
-    chosen = [field for field in fields(cls) if not groups or field.metadata["group"] in groups]
+def field_names(cls: type, *sections: str, basic: bool | None = None) -> list[str]:
+    """Returns the names of a dataclass's fields: only those in `sections`, if any, and only basic or only advanced ones."""
+    chosen = [field for field in fields(cls) if not sections or field.metadata["section"] in sections]
     return [field.name for field in chosen if basic in (None, field.metadata["basic"])]
 
 

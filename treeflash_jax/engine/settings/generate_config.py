@@ -32,21 +32,21 @@ REFUSED = {  # settings of other libraries, rejected with an explanation
     "raw": 'is not supported: text to be continued is given as tf.Text("...") in Python, with --prompt on command lines',
 }
 ON_PLAIN_CPU = "on a CPU not using amx_bf16"  # the device of the table PLAIN_CPU
-GROUPS = {  # titles in help texts
+SECTIONS = {  # titles in help texts
     "sampling": "sampling",
     "drafting": "drafting (affects the speed, never the distribution of the output)",
     "tree": "tree (affects the speed, never the distribution of the output)",
     "running": "running",
 }
 LIST_SETTINGS = ("stop", "stop_ids", "choices")  # settings whose value for one prompt is a list
-sampling_setting = partial(setting, group="sampling")
+sampling_setting = partial(setting, section="sampling")
 number_setting = partial(sampling_setting, dtype=float)
 penalty_setting = partial(number_setting, 0.0, least=-2, most=2, unit="logits")
 constraint_setting = partial(sampling_setting, None, unset="none")
-drafting_setting = partial(setting, group="drafting")
-tree_setting = partial(setting, group="tree")
+drafting_setting = partial(setting, section="drafting")
+tree_setting = partial(setting, section="tree")
 nodes_setting = partial(tree_setting, least=1, most=MAX_NODES, unit="nodes")
-running_setting = partial(setting, group="running")
+running_setting = partial(setting, section="running")
 
 
 @dataclass(frozen=True, kw_only=True)
