@@ -78,9 +78,8 @@ class CallReader:
             if call.ends_with_context:
                 room = max(1, maker.context - max(map(len, prompts)))
                 settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
-            for constraint in maker.find_constraints(prompts, settings):
-                await self.compiler.compile(constraint)
-            requests = await self.threads.run(lambda: maker.make_requests(prompts, **settings))
+            automata = {x: await self.compiler.compile(x) for x in maker.find_constraints(prompts, settings)}
+            requests = await self.threads.run(lambda: maker.make_requests(prompts, automata=automata, **settings))
         except ValueError as error:
             made = {} if "structural_tag" in call.settings else {"structural_tag": "tools"}
             raise _as_sent(error, call.sent_names | made) from None
