@@ -1,14 +1,14 @@
 """Reading of calls from HTTP requests: parses bodies, encodes prompts, and compiles constraints."""
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from treeflash_jax.core.checks import WrongValue
-from treeflash_jax.core.error_text import clipped, warn
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
@@ -18,7 +18,6 @@ from treeflash_jax.serve.threads import Threads
 from treeflash_jax.serve.worker import Submission, Worker
 
 READING, COMPILING = 8, 2  # threads for bodies, and for schemas, which take up to 2 GiB each
-MOST_IGNORED = 100  # number of ignored fields that the log names
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -38,7 +37,6 @@ class CallReader:
         self.served = Served(self.names[0], created)
         self.threads = Threads(READING)
         self.compiler = ConstraintCompiler(worker.request_maker.compile, COMPILING)
-        self._ignored: set[str] = set()
 
     async def parse(self, request: HttpRequest, kind: type[B]) -> B:
         """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
@@ -56,7 +54,7 @@ class CallReader:
         body = await self.parse(request, body_kind)
         exchange = kind(body, self.served)
         call = await self.threads.run(exchange.call)
-        self._note_ignored(kind, body)
+        self.served.note(f"{kind.path}: field {clipped(name, 60)!r} is ignored" for name in body.model_extra or {})
         call.tools.check()
         return exchange, call
 
@@ -90,13 +88,6 @@ class CallReader:
         if name not in (None, *self.names, self.worker.model.names[0]):
             message = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
             raise HTTPException(404, {"message": message, "param": "model", "code": "model_not_found"})
-
-    def _note_ignored(self, kind: type[Exchange], body: Any) -> None:
-        """Logs the ignored fields of a body, each of them once."""
-        for name in (body.model_extra or {}).keys() - self._ignored:
-            if len(self._ignored) < MOST_IGNORED:
-                self._ignored.add(name)
-                warn(f"{kind.path}: field {clipped(name, 60)!r} is ignored")
 
 
 def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:
