@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
+from typing import Any
 
 import h11
 import httpx
@@ -16,11 +17,13 @@ import pytest
 from stub_worker import StubRequestMaker, client_of, listening, stub_worker
 
 from treeflash_jax.constraints.compile_bytes import Run
-from treeflash_jax.serve import limits
+from treeflash_jax.serve import call_reader, limits
 from treeflash_jax.serve.app import make_app
-from treeflash_jax.serve.call_reader import COMPILING, READING
+from treeflash_jax.serve.call import Tools
+from treeflash_jax.serve.call_reader import COMPILING, READING, CallReader
 from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.protocols import responses
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -60,6 +63,31 @@ def test_the_work_of_one_client_stops_no_other():
         asyncio.run(run())
     finally:
         ends.set()
+
+
+@pytest.mark.parametrize("place, name", [
+    (responses, "read_response_tools"), (responses, "offered_tools"), (Tools, "check"), (CallReader, "check_model"),
+    (call_reader, "model_settings"), (StubRequestMaker, "find_constraints"),
+])  # fmt: skip
+def test_reading_a_body_stops_no_other_client(monkeypatch, place, name):
+    begins, ends, waited, step = threading.Event(), threading.Event(), [], getattr(place, name)
+
+    def slow_step(*args: Any) -> Any:
+        begins.set()
+        waited.append(ends.wait(30))
+        return step(*args)
+
+    async def run() -> None:
+        async with client_of(stub_worker()) as http:
+            slow = asyncio.create_task(http.post("/v1/responses", json={"input": "a"}))
+            await until(begins.is_set)
+            assert (await http.get("/health")).status_code == 200
+            ends.set()
+            assert (await slow).status_code == 200
+
+    monkeypatch.setattr(place, name, slow_step)
+    asyncio.run(run())
+    assert waited == [True]
 
 
 def test_schemas_are_compiled_once_and_a_few_at_a_time():

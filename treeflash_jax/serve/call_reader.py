@@ -1,12 +1,13 @@
 """Reading of calls from HTTP requests: parses bodies, encodes prompts, and compiles constraints."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from treeflash_jax.constraints.compilation import Constraint
 from treeflash_jax.core.checks import WrongValue
 from treeflash_jax.core.error_text import clipped
 from treeflash_jax.serve.call import ServerCall
@@ -43,25 +44,32 @@ class CallReader:
         data, content_type = await request.body(), request.headers.get("content-type", "")
         limit = self.worker.request_maker.text_limit
         most_text = MOST_BODY_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
-        body = await self.threads.run(lambda: parse_body(kind, content_type, data, most_text))
-        self.check_model(body.model)
-        return body
+
+        def read_bytes() -> B:
+            body = parse_body(kind, content_type, data, most_text)
+            self.check_model(body.model)
+            return body
+
+        return await self.threads.run(read_bytes)
 
     async def read(
         self, request: HttpRequest, kind: type[Exchange], body_kind: type[BaseModel]
     ) -> tuple[Exchange, ServerCall]:
         """Returns the exchange of a request in a form of body, and its call. Raises ValueError and HTTPException."""
         body = await self.parse(request, body_kind)
-        exchange = kind(body, self.served)
-        call = await self.threads.run(exchange.call)
-        self.served.note(f"{kind.path}: field {clipped(name, 60)!r} is ignored" for name in body.model_extra or {})
-        call.tools.check()
-        return exchange, call
 
-    async def encode(self, call: ServerCall) -> list[list[int]]:
-        """Returns the ids of a call's prompts. Raises ValueError."""
-        worker = self.worker
-        return await self.threads.run(lambda: worker.request_maker.encode(model_prompts(call, worker.model.tokenizer)))
+        def read_body() -> tuple[Exchange, ServerCall]:
+            exchange = kind(body, self.served)
+            call = exchange.call()
+            self.served.note(f"{kind.path}: field {clipped(name, 60)!r} is ignored" for name in body.model_extra or {})
+            call.tools.check()
+            return exchange, call
+
+        return await self.threads.run(read_body)
+
+    def encode(self, call: ServerCall) -> list[list[int]]:
+        """Returns the ids of a call's prompts, in any thread. Raises ValueError."""
+        return self.worker.request_maker.encode(model_prompts(call, self.worker.model.tokenizer))
 
     async def make_submission(self, call: ServerCall) -> tuple[Submission, int]:
         """Returns the submission of a call, with its constraints compiled, and its number of prompt tokens.
@@ -70,13 +78,18 @@ class CallReader:
         """
         worker, maker = self.worker, self.worker.request_maker
         worker.check_room(call.num_answers)
-        try:
-            prompts = await self.encode(call)
+
+        def read_call() -> tuple[list[list[int]], dict[str, Any], set[Constraint]]:
+            prompts = self.encode(call)
             settings = model_settings(call, worker.model.tokenizer, prompts)
             if call.ends_with_context:
                 room = max(1, maker.context - max(map(len, prompts)))
                 settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
-            automata = {x: await self.compiler.compile(x) for x in maker.find_constraints(prompts, settings)}
+            return prompts, settings, maker.find_constraints(prompts, settings)
+
+        try:
+            prompts, settings, constraints = await self.threads.run(read_call)
+            automata = {constraint: await self.compiler.compile(constraint) for constraint in constraints}
             requests = await self.threads.run(lambda: maker.make_requests(prompts, automata=automata, **settings))
         except ValueError as error:
             made = {} if "structural_tag" in call.settings else {"structural_tag": "tools"}
