@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes, running_with
+from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
 from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton, minimize
 from treeflash_jax.decoding.automaton import NOWHERE
 
@@ -61,9 +61,9 @@ def test_typical_schemas_are_small():
 
 def test_a_bug_of_the_compiler_is_one_line_and_a_traceback_in_the_log(caplog):
     traceback = "Traceback (most recent call last):\n  File x\nTypeError: a bug\n"
-    with running_with(lambda *_, **__: SimpleNamespace(returncode=1, stderr=traceback.encode())):
-        with pytest.raises(RuntimeError, match="^the compiler of pattern failed: TypeError: a bug$"):
-            compile_bytes("pattern", "a", 6)
+    ended = SimpleNamespace(returncode=1, stderr=traceback.encode())
+    with pytest.raises(RuntimeError, match="^the compiler of pattern failed: TypeError: a bug$"):
+        compile_bytes("pattern", "a", 6, run=lambda *_, **__: ended)
     assert caplog.messages == [traceback]
 
 
@@ -72,8 +72,8 @@ def test_a_bug_of_the_compiler_is_one_line_and_a_traceback_in_the_log(caplog):
     (-signal.SIGSEGV, RuntimeError, "^the compiler of pattern ended with status -11$"),
 ])  # fmt: skip
 def test_only_limits_are_reported_as_limits(status, error, words):
-    with running_with(lambda *_, **__: SimpleNamespace(returncode=status)), pytest.raises(error, match=words):
-        compile_bytes("pattern", "a", 6)
+    with pytest.raises(error, match=words):
+        compile_bytes("pattern", "a", 6, run=lambda *_, **__: SimpleNamespace(returncode=status))
 
 
 def test_what_takes_too_much_is_refused(monkeypatch):

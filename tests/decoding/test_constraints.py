@@ -19,6 +19,7 @@ from scipy import stats
 
 import treeflash_jax as tf
 from treeflash_jax.constraints import compilation, tables
+from treeflash_jax.constraints.compile_bytes import compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.formats import tokenizer as tokenizers
 
@@ -163,6 +164,18 @@ def test_answers_share_the_table_of_their_constraint(tiny):
     """Regression: every sample had its own copy, padded to the size of the programs."""
     _, requests = tiny.settings_and_requests(["x"], schema=FLAGS, samples=3)
     assert len({id(request.automaton.next_qc) for request in requests}) == 1
+
+
+def test_the_constraints_of_the_last_calls_are_not_compiled_again(tiny, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(compilation, "compile_bytes", lambda *args: compiled.append(args[1]) or compile_bytes(*args))
+    monkeypatch.setattr(compilation, "_stored", {})
+    [first] = tiny.settings_and_requests(["x"], pattern="x")[1]
+    monkeypatch.setattr(compilation, "MOST_STORED_BYTES", 2.5 * sum(array.nbytes for array in first.automaton))
+    for pattern in "yxzxy":  # y is the oldest when z is added
+        tiny.settings_and_requests(["x"], pattern=pattern)
+    assert "".join(compiled) == "xyzy"
+    assert first.automaton is tiny.settings_and_requests(["another"], pattern="x")[1][0].automaton
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from stub_worker import StubRequestMaker
 
 import treeflash_jax as tf
 from treeflash_jax.constraints.compilation import Constraint, compile_constraint
+from treeflash_jax.constraints.compile_bytes import Run
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import process
@@ -18,10 +19,10 @@ WORK, GRACE = sys.argv[1], int(sys.argv[2])
 
 
 class BusyRequestMaker(StubRequestMaker):
-    def compile(self, constraint: Constraint) -> None:
+    def compile(self, constraint: Constraint, run: Run) -> None:
         tokenizer = Tokenizer.load(pairs.locate("tiny"))
         print("working", flush=True)
-        compile_constraint(constraint, tokenizer, tokenizer.stop_ids, len(tokenizer.inner))
+        compile_constraint(constraint, tokenizer, tokenizer.stop_ids, len(tokenizer.inner), run=run)
 
     def make_requests(self, prompts, **settings) -> list[object]:
         print("working", flush=True)

@@ -12,6 +12,7 @@ import httpx
 
 import treeflash_jax as tf
 from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint
+from treeflash_jax.constraints.compile_bytes import Run
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
@@ -33,7 +34,7 @@ class StubRequestMaker:
     def find_constraints(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[Constraint]:
         return [Constraint(kind, str(settings[kind])) for kind in CONSTRAINT_NAMES if kind in settings]
 
-    def compile(self, constraint: Constraint) -> None:
+    def compile(self, constraint: Constraint, run: Run) -> None:
         pass
 
     def make_requests(self, prompts: list[list[int]], samples: int = 1, **settings: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -10,18 +9,23 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
+from typing import Any
 
 import h11
 import httpx
 import pytest
 from stub_worker import StubRequestMaker, client_of, listening, stub_worker
 
-from treeflash_jax.constraints import compile_bytes
-from treeflash_jax.serve import limits
+from treeflash_jax.constraints.compile_bytes import Run
+from treeflash_jax.serve import call_reader, limits
 from treeflash_jax.serve.app import make_app
-from treeflash_jax.serve.call_reader import COMPILING, READING
+from treeflash_jax.serve.call import Tools
+from treeflash_jax.serve.call_reader import COMPILING, READING, CallReader
 from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.metrics import Metrics
+from treeflash_jax.serve.protocols import responses
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -61,22 +65,48 @@ def test_the_work_of_one_client_stops_no_other():
         ends.set()
 
 
+@pytest.mark.parametrize("place, name", [
+    (responses, "read_response_tools"), (responses, "offered_tools"), (Tools, "check"), (CallReader, "check_model"),
+    (call_reader, "model_settings"), (StubRequestMaker, "find_constraints"),
+])  # fmt: skip
+def test_reading_a_body_stops_no_other_client(monkeypatch, place, name):
+    begins, ends, waited, step = threading.Event(), threading.Event(), [], getattr(place, name)
+
+    def slow_step(*args: Any) -> Any:
+        begins.set()
+        waited.append(ends.wait(30))
+        return step(*args)
+
+    async def run() -> None:
+        async with client_of(stub_worker()) as http:
+            slow = asyncio.create_task(http.post("/v1/responses", json={"input": "a"}))
+            await until(begins.is_set)
+            assert (await http.get("/health")).status_code == 200
+            ends.set()
+            assert (await slow).status_code == 200
+
+    monkeypatch.setattr(place, name, slow_step)
+    asyncio.run(run())
+    assert waited == [True]
+
+
 def test_schemas_are_compiled_once_and_a_few_at_a_time():
     ends, running, counts, most = threading.Event(), set(), Counter(), []
 
-    def compile(schema: str) -> None:
+    def compile(schema: str, run: Run) -> str:
         running.add(schema)
         counts[schema] += 1
         most.append(len(running))
         ends.wait(60)
         running.remove(schema)
+        return schema.upper()
 
     async def run() -> None:
         compiler = ConstraintCompiler(compile, COMPILING)
         tasks = [asyncio.create_task(compiler.compile(schema)) for schema in "abcabca"]
         await until(lambda: len(running) == COMPILING)
         ends.set()
-        await asyncio.gather(*tasks)
+        assert await asyncio.gather(*tasks) == [*"ABCABCA"]
 
     asyncio.run(run())
     assert counts == {"a": 1, "b": 1, "c": 1} and max(most) == COMPILING
@@ -85,13 +115,11 @@ def test_schemas_are_compiled_once_and_a_few_at_a_time():
 def test_a_compilation_ends_with_its_last_client():
     started = []
 
-    def compile(schema: str) -> None:
+    def compile(schema: str, run: Run) -> None:
         if schema == "wrong":
             raise ValueError("no schema")
         started.append(schema)
-        sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-        run = compile_bytes.RUN.get()(sleep, input=b"", capture_output=True)
-        started.append(run.returncode)
+        started.append(run(SLEEP, input=b"", capture_output=True).returncode)
 
     async def run() -> None:
         compiler = ConstraintCompiler(compile, 1)
@@ -108,16 +136,15 @@ def test_a_compilation_ends_with_its_last_client():
         assert started[1] < 0
 
     asyncio.run(run())
-    assert compile_bytes.RUN.get() is subprocess.run
 
 
 def test_what_a_client_left_is_not_prepared_further():
     """Over HTTP: a schema is being compiled when the connection is closed."""
     compiling, left = threading.Event(), threading.Event()
 
-    def compile(schema: str) -> None:
+    def compile(schema: str, run: Run) -> None:
         compiling.set()
-        compile_bytes.RUN.get()([sys.executable, "-c", "import time; time.sleep(60)"], input=b"", capture_output=True)
+        run(SLEEP, input=b"", capture_output=True)
         left.set()
 
     with listening(make_app(stub_worker(request_maker=StubRequestMaker(compile=compile)), Metrics())) as port:

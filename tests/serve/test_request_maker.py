@@ -1,24 +1,34 @@
 """The requests that the server makes of prompts and settings."""
 
-import pytest
 from refusals import refused
+from stub_worker import ask, stub_worker
 
 import treeflash_jax as tf
-from treeflash_jax.constraints.compile_bytes import running_with
+from treeflash_jax.constraints import compilation
+from treeflash_jax.constraints.compile_bytes import compile_bytes
 from treeflash_jax.serve.request_maker import RequestMaker
 
 
-def test_requests_find_their_constraints_compiled(tiny):
-    """A prompt that ends within thoughts needs another constraint than one that does not."""
-    prompts, settings = [tiny.tokenizer.encode("a"), tiny.tokenizer.encode("a <think>")], {"pattern": "[017]{1,3}"}
+def test_a_request_has_the_automata_that_were_compiled_for_it(tiny, monkeypatch):
+    """It compiles none again, however many others came in between: here, none is stored."""
+    compiled, submitted = [], []
+    monkeypatch.setattr(compilation, "MOST_STORED_BYTES", 0)
+    monkeypatch.setattr(compilation, "compile_bytes", lambda *args: compiled.append(args[0]) or compile_bytes(*args))
     maker = RequestMaker(tiny, tf.GenerateConfig(), context=64, schema_states=256)
-    constraints = maker.find_constraints(prompts, settings)
-    assert {constraint.kind for constraint in constraints} == {"pattern", "structural_tag"}
+    worker = stub_worker(model=tiny, request_maker=maker)
+    answer = worker.submit
+    worker.submit = lambda submission: submitted.append(submission) or answer(submission)
+    # A prompt that ends within thoughts needs another constraint than one that does not.
+    assert ask(worker, {"prompt": ["a", "a <think>", "b"], "regex": "[017]{1,3}"}).status_code == 200
+    assert sorted(compiled) == ["pattern", "structural_tag"]
+    first, second, third = submitted[0].requests
+    assert first.automaton is third.automaton and len(first.automaton.next_qc) < len(second.automaton.next_qc)
+    assert [request.number for request in submitted[0].requests] == [0, 1, 2]
+
+
+def test_constraints_of_prompts(tiny):
+    prompts, settings = [tiny.tokenizer.encode("a"), tiny.tokenizer.encode("a <think>")], {"pattern": "[017]{1,3}"}
+    maker, without = (RequestMaker(tiny, tf.GenerateConfig(), context=64, schema_states=states) for states in (256, 0))
+    assert {constraint.kind for constraint in maker.find_constraints(prompts, settings)} == {"pattern", "structural_tag"}
     assert maker.find_constraints(prompts, {}) == set()
-    for constraint in constraints:
-        maker.compile(constraint)
-    with running_with(lambda *_, **__: pytest.fail("a request compiled its constraint again")):
-        requests = maker.make_requests(prompts, **settings)
-    assert all(request.automaton for request in requests) and requests[0].number + 1 == requests[1].number
-    without = RequestMaker(tiny, tf.GenerateConfig(), context=64, schema_states=0)
     refused(lambda: without.find_constraints(prompts, settings), "this server follows no constraints")

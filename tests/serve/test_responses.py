@@ -13,12 +13,13 @@ from refusals import refused
 from response_events import ADD, EVENTS, FUNCTION, replayed, without_ids
 
 import treeflash_jax as tf
+from treeflash_jax.core.error_text import LONGEST_MESSAGE, warn
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
-from treeflash_jax.serve.protocols.exchange import Event, Served
+from treeflash_jax.serve.protocols.exchange import MOST_NOTES, Event, Served
 from treeflash_jax.serve.protocols.fields import with_numbers
 from treeflash_jax.serve.protocols.response_items import encode_thoughts
 from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange
@@ -113,6 +114,17 @@ def test_tools_that_openai_runs_are_left_out_with_one_line(caplog):
         call_of(tools=[{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "web_search"}, ADD])
     lines = ["/v1/responses: tools of type 'custom', 'web_search' are left out"]
     assert [record.message for record in caplog.records] == lines
+
+
+def test_types_of_tools_do_not_fill_the_log(caplog):
+    """Regression: `warn` forgets after 1,024 texts, so clients could make it repeat warnings of the process."""
+    served = Served("tiny", 0)
+    warn("once")
+    for number in range(1100):
+        exchange_of(served, tools=[{"type": f"{number} {i} {'x' * 100}"} for i in range(10)])
+    warn("once")
+    assert len(caplog.messages) == 1 + MOST_NOTES and caplog.messages.count("once") == 1
+    assert len("".join(served.noted)) <= MOST_NOTES * LONGEST_MESSAGE, "texts that are kept are clipped"
 
 
 @pytest.mark.parametrize("fields, expected", [
@@ -318,14 +330,6 @@ def test_numbers_that_json_lacks_are_refused(field, number):
         with_numbers(ResponsesBody, tf.GenerateConfig).model_validate_json(body), Served("tiny", 0)
     )
     refused(exchange.call, "got NaN or an infinite number")
-
-
-def test_warnings_name_a_part_of_long_types(monkeypatch):
-    """`warn` keeps its texts, so that each is logged once."""
-    texts = []
-    monkeypatch.setattr("treeflash_jax.serve.protocols.tools.warn", texts.append)
-    call_of(tools=[{"type": "x" * 100_000}])
-    assert len(texts) == 1 and len(texts[0]) < 200
 
 
 def test_an_answer_of_nothing_is_an_empty_message():

@@ -1,11 +1,13 @@
 """Entry point of constraints: turns `schema`, `pattern`, `choices` or `structural_tag` into an automaton over tokens."""
 
-import functools
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import subprocess
+import threading
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treeflash_jax.constraints.compile_bytes import Unusable, compile_bytes
+from treeflash_jax.constraints.compile_bytes import Run, Unusable, compile_bytes
 from treeflash_jax.constraints.tables import AutomatonTable, make_table
 from treeflash_jax.core.checks import WrongValue, expect
 from treeflash_jax.core.error_text import logger, quoted
@@ -16,6 +18,9 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 
 CONSTRAINT_NAMES = "schema", "pattern", "choices", "structural_tag"  # settings; a prompt has at most one
 SCHEMA_DEPTH = 6  # levels that a schema leaves open: some 2,700 states in an object; each further level doubles them
+MOST_STORED_BYTES = 256 * 2**20
+_stored: dict[Hashable, AutomatonTable] = {}  # oldest first; later requests often have the same constraint
+_lock = threading.Lock()
 
 
 class Constraint(NamedTuple):
@@ -81,8 +86,9 @@ def compile_constraint(
     stop_ids: Sequence[int],
     vocab_size: int,
     depth: int = SCHEMA_DEPTH,
+    run: Run = subprocess.run,
 ) -> AutomatonTable:
-    """Returns the automaton of a constraint.
+    """Returns the automaton of a constraint. Those of the last calls are stored.
 
     Args:
       stop_ids: ids that end an answer; allowed in states in which the constraint is met.
@@ -97,21 +103,20 @@ def compile_constraint(
         raise WrongValue(kind, f"{quoted(value)}, but the verifier's folder has no {missing}")
     if kind in ("schema", "structural_tag"):
         parse_json(value)
-    try:
-        return _compile(constraint, depth, tokenizer, tuple(stop_ids), vocab_size)
-    except Unusable as error:
-        raise WrongValue(kind, f"{quoted(value)}, {error}") from None
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(
-    constraint: Constraint, depth: int, tokenizer: Tokenizer, stop_ids: tuple[int, ...], vocab_size: int
-) -> AutomatonTable:
-    """Returns the automaton of one constraint. Cached, because later requests often have the same constraint."""
-    kind, value = constraint
-    tokens = _find_tokens(value, tokenizer) if kind == "structural_tag" else []
-    table = make_table(compile_bytes(kind, value, depth, tokens), tokenizer, stop_ids, vocab_size, tokens)
-    logger.info("%s %s has %d states and %d kinds of tokens", kind, quoted(value), *table.next_qc.shape)
+    # The key has a digest, because the text of a constraint may be larger than its table.
+    key = hashlib.sha256(repr((constraint, depth, tuple(stop_ids), vocab_size)).encode()).digest(), tokenizer
+    table = _stored.get(key)
+    if table is None:
+        tokens = _find_tokens(value, tokenizer) if kind == "structural_tag" else []
+        try:
+            table = make_table(compile_bytes(kind, value, depth, tokens, run), tokenizer, stop_ids, vocab_size, tokens)
+        except Unusable as error:
+            raise WrongValue(kind, f"{quoted(value)}, {error}") from None
+        logger.info("%s %s has %d states and %d kinds of tokens", kind, quoted(value), *table.next_qc.shape)
+    with _lock:
+        _stored[key] = table = _stored.pop(key, table)  # now the newest
+        while sum(array.nbytes for table in _stored.values() for array in table) > MOST_STORED_BYTES:
+            del _stored[next(iter(_stored))]
     return table
 
 

@@ -4,16 +4,14 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from treeflash_jax.constraints.compiler import compile_process
 from treeflash_jax.constraints.compiler.byte_automaton import ByteAutomaton
 from treeflash_jax.core.error_text import clipped, logger
 
-RUN: ContextVar[Callable[..., subprocess.CompletedProcess]] = ContextVar("run", default=subprocess.run)  # see running_with
+Run = Callable[..., subprocess.CompletedProcess]  # runs the compiler's process, as `subprocess.run` does
 MOST_STATES = 2**17
 MOST_SECONDS, MOST_MEMORY = 60, 2 * 2**30  # limits on the compilation of one constraint
 # Imports neither the package nor JAX. OpenBLAS would reserve memory for every core.
@@ -29,17 +27,9 @@ class Unusable(Exception):
     """Raised for a constraint that cannot be compiled. The text says why."""
 
 
-@contextmanager
-def running_with(run: Callable[..., subprocess.CompletedProcess]) -> Iterator[None]:
-    """Starts the compilers of this thread with `run`, a function like `subprocess.run`."""
-    token = RUN.set(run)
-    try:
-        yield
-    finally:
-        RUN.reset(token)
-
-
-def compile_bytes(kind: str, value: str | Sequence[str], depth: int, tokens: Sequence[str] = ()) -> ByteAutomaton:
+def compile_bytes(
+    kind: str, value: str | Sequence[str], depth: int, tokens: Sequence[str] = (), run: Run = subprocess.run
+) -> ByteAutomaton:
     """Returns the automaton of a constraint.
 
     Args:
@@ -51,17 +41,17 @@ def compile_bytes(kind: str, value: str | Sequence[str], depth: int, tokens: Seq
     """
     request = {"kind": kind, "value": value, "depth": depth, "states": MOST_STATES, "tokens": tokens}
     command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(MOST_SECONDS), str(MOST_MEMORY)]
-    run = RUN.get()(command, input=json.dumps(request).encode(), capture_output=True)
-    if run.returncode == compile_process.REFUSED:
-        raise Unusable(f"which cannot be followed: {clipped(run.stderr.decode(), 200)}")
-    if run.returncode == 1:  # a bug of the compiler
-        traceback = run.stderr.decode()
+    process = run(command, input=json.dumps(request).encode(), capture_output=True)
+    if process.returncode == compile_process.REFUSED:
+        raise Unusable(f"which cannot be followed: {clipped(process.stderr.decode(), 200)}")
+    if process.returncode == 1:  # a bug of the compiler
+        traceback = process.stderr.decode()
         logger.error(traceback)
         reason = traceback.strip().rpartition("\n")[2]
         raise RuntimeError(f"the compiler of {kind} failed: {clipped(reason)}")
-    if run.returncode == compile_process.TOO_LARGE or run.returncode in (-signal.SIGKILL, -signal.SIGXCPU):
+    if process.returncode == compile_process.TOO_LARGE or process.returncode in (-signal.SIGKILL, -signal.SIGXCPU):
         limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
         raise Unusable(f"which takes more than {limits} to compile: give shorter repetitions")
-    if run.returncode:
-        raise RuntimeError(f"the compiler of {kind} ended with status {run.returncode}")
-    return ByteAutomaton.from_bytes(run.stdout)
+    if process.returncode:
+        raise RuntimeError(f"the compiler of {kind} ended with status {process.returncode}")
+    return ByteAutomaton.from_bytes(process.stdout)

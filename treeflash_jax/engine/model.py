@@ -12,6 +12,8 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from treeflash_jax.constraints.compilation import Constraint
+from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.core.error_text import warn
@@ -284,16 +286,15 @@ class TreeFlash:
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
+        automata: Mapping[Constraint, AutomatonTable] | None = None,
         **settings: Unpack[GenerateSettings],
     ) -> tuple[GenerateConfig, list[Request]]:
-        """Returns the checked settings of a call, and a request for every answer. This is the first part of `prepare`."""
+        """Returns the checked settings of a call, and what `make_requests` returns. It is the first part of `prepare`."""
         coerce(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
         config = with_settings(config, settings)
         if config.sampling == "model":
             config, note = take_recommended(config, self.recommended, settings)
             warn(note)
         ids = encode_each(as_list(prompts), self.tokenizer)
-        requests = make_requests(
-            ids, config, self.verifier, self.drafter, indices=indices, tokenizer=self.tokenizer, stop_ids=self.stop_ids
-        )
-        return config, requests
+        how = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids, "indices": indices, "automata": automata}
+        return config, make_requests(ids, config, self.verifier, self.drafter, **how)

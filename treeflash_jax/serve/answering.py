@@ -96,7 +96,8 @@ class Answering:
     async def count(self, request: HttpRequest, kind: type[Exchange]) -> Response:
         """Returns the response to a request for the number of a prompt's tokens. Raises ValueError and HTTPException."""
         exchange, call = await self.reader.read(request, kind, kind.counted_kind)
-        return JSONResponse(exchange.count(sum(map(len, await self.reader.encode(call)))))
+        prompts = await self.reader.threads.run(lambda: self.reader.encode(call))
+        return JSONResponse(exchange.count(sum(map(len, prompts))))
 
     async def _submit_for_client(self, request: HttpRequest, kind: type[Exchange]) -> Submitted:
         """Submits a request. Once its client is gone, its preparation or submission is cancelled. Raises as `answer`."""

@@ -7,8 +7,9 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from treeflash_jax.constraints.compilation import Constraint
 from treeflash_jax.core.checks import WrongValue
-from treeflash_jax.core.error_text import clipped, warn
+from treeflash_jax.core.error_text import clipped
 from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
@@ -18,7 +19,6 @@ from treeflash_jax.serve.threads import Threads
 from treeflash_jax.serve.worker import Submission, Worker
 
 READING, COMPILING = 8, 2  # threads for bodies, and for schemas, which take up to 2 GiB each
-MOST_IGNORED = 100  # number of ignored fields that the log names
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -38,32 +38,38 @@ class CallReader:
         self.served = Served(self.names[0], created)
         self.threads = Threads(READING)
         self.compiler = ConstraintCompiler(worker.request_maker.compile, COMPILING)
-        self._ignored: set[str] = set()
 
     async def parse(self, request: HttpRequest, kind: type[B]) -> B:
         """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
         data, content_type = await request.body(), request.headers.get("content-type", "")
         limit = self.worker.request_maker.text_limit
         most_text = MOST_BODY_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
-        body = await self.threads.run(lambda: parse_body(kind, content_type, data, most_text))
-        self.check_model(body.model)
-        return body
+
+        def read_bytes() -> B:
+            body = parse_body(kind, content_type, data, most_text)
+            self.check_model(body.model)
+            return body
+
+        return await self.threads.run(read_bytes)
 
     async def read(
         self, request: HttpRequest, kind: type[Exchange], body_kind: type[BaseModel]
     ) -> tuple[Exchange, ServerCall]:
         """Returns the exchange of a request in a form of body, and its call. Raises ValueError and HTTPException."""
         body = await self.parse(request, body_kind)
-        exchange = kind(body, self.served)
-        call = await self.threads.run(exchange.call)
-        self._note_ignored(kind, body)
-        call.tools.check()
-        return exchange, call
 
-    async def encode(self, call: ServerCall) -> list[list[int]]:
-        """Returns the ids of a call's prompts. Raises ValueError."""
-        worker = self.worker
-        return await self.threads.run(lambda: worker.request_maker.encode(model_prompts(call, worker.model.tokenizer)))
+        def read_body() -> tuple[Exchange, ServerCall]:
+            exchange = kind(body, self.served)
+            call = exchange.call()
+            self.served.note(f"{kind.path}: field {clipped(name, 60)!r} is ignored" for name in body.model_extra or {})
+            call.tools.check()
+            return exchange, call
+
+        return await self.threads.run(read_body)
+
+    def encode(self, call: ServerCall) -> list[list[int]]:
+        """Returns the ids of a call's prompts, in any thread. Raises ValueError."""
+        return self.worker.request_maker.encode(model_prompts(call, self.worker.model.tokenizer))
 
     async def make_submission(self, call: ServerCall) -> tuple[Submission, int]:
         """Returns the submission of a call, with its constraints compiled, and its number of prompt tokens.
@@ -72,15 +78,19 @@ class CallReader:
         """
         worker, maker = self.worker, self.worker.request_maker
         worker.check_room(call.num_answers)
-        try:
-            prompts = await self.encode(call)
+
+        def read_call() -> tuple[list[list[int]], dict[str, Any], set[Constraint]]:
+            prompts = self.encode(call)
             settings = model_settings(call, worker.model.tokenizer, prompts)
             if call.ends_with_context:
                 room = max(1, maker.context - max(map(len, prompts)))
                 settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
-            for constraint in maker.find_constraints(prompts, settings):
-                await self.compiler.compile(constraint)
-            requests = await self.threads.run(lambda: maker.make_requests(prompts, **settings))
+            return prompts, settings, maker.find_constraints(prompts, settings)
+
+        try:
+            prompts, settings, constraints = await self.threads.run(read_call)
+            automata = {constraint: await self.compiler.compile(constraint) for constraint in constraints}
+            requests = await self.threads.run(lambda: maker.make_requests(prompts, automata=automata, **settings))
         except ValueError as error:
             made = {} if "structural_tag" in call.settings else {"structural_tag": "tools"}
             raise _as_sent(error, call.sent_names | made) from None
@@ -91,13 +101,6 @@ class CallReader:
         if name not in (None, *self.names, self.worker.model.names[0]):
             message = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
             raise HTTPException(404, {"message": message, "param": "model", "code": "model_not_found"})
-
-    def _note_ignored(self, kind: type[Exchange], body: Any) -> None:
-        """Logs the ignored fields of a body, each of them once."""
-        for name in (body.model_extra or {}).keys() - self._ignored:
-            if len(self._ignored) < MOST_IGNORED:
-                self._ignored.add(name)
-                warn(f"{kind.path}: field {clipped(name, 60)!r} is ignored")
 
 
 def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:

@@ -8,42 +8,37 @@ from collections.abc import Callable, Hashable
 from subprocess import PIPE
 from typing import Any
 
-from treeflash_jax.constraints.compile_bytes import running_with
+from treeflash_jax.constraints.compile_bytes import Run
 from treeflash_jax.serve.threads import Threads
 
 
 class ConstraintCompiler:
     """Compiles constraints, a few at a time and each once. A compilation is stopped when no client waits for it."""
 
-    def __init__(self, compile: Callable[[Hashable], Any], most: int):
+    def __init__(self, compile: Callable[[Hashable, Run], Any], most: int):
         self.threads = Threads(most)
         self._compile = compile
         self._tasks: dict[Hashable, asyncio.Task] = {}
         self._waiting: Counter[Hashable] = Counter()
 
-    async def compile(self, constraint: Hashable) -> None:
-        """Returns when a constraint is compiled. Raises ValueError as `compile_constraint`."""
+    async def compile(self, constraint: Hashable) -> Any:
+        """Returns a constraint's automaton. Raises ValueError as `compile_constraint`."""
         if constraint not in self._tasks:
             self._tasks[constraint] = asyncio.create_task(self._run(constraint))
         task = self._tasks[constraint]
         self._waiting[constraint] += 1
         try:
-            await asyncio.shield(task)
+            return await asyncio.shield(task)
         finally:
             self._waiting[constraint] -= 1
             if not self._waiting[constraint]:
                 del self._waiting[constraint], self._tasks[constraint]
                 task.cancel()
 
-    async def _run(self, constraint: Hashable) -> None:
+    async def _run(self, constraint: Hashable) -> Any:
         process = StoppableProcess()
-
-        def compile() -> None:
-            with running_with(process.run):
-                self._compile(constraint)
-
         try:
-            await self.threads.run(compile)
+            return await self.threads.run(lambda: self._compile(constraint, process.run))
         finally:
             process.stop()
 

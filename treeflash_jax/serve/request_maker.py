@@ -8,6 +8,8 @@ from itertools import chain
 from typing import Any
 
 from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint, answer_constraint, compile_constraint
+from treeflash_jax.constraints.compile_bytes import Run
+from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding.processors import PROCESSORS
 from treeflash_jax.engine.call.prompts import Prompt, encode_each
@@ -83,16 +85,17 @@ class RequestMaker:
                 return {answer_constraint(constraint, self.model.tokenizer, ids) for ids in prompts}
         return set()
 
-    def compile(self, constraint: Constraint) -> None:
-        """Compiles a constraint before `make_requests` needs it. Raises the ValueErrors of `compile_constraint`."""
+    def compile(self, constraint: Constraint, run: Run) -> AutomatonTable:
+        """Returns the automaton of a constraint. Raises the ValueErrors of `compile_constraint`."""
         model = self.model
         size, depth = model.verifier.vocab_size, self.config.schema_depth
-        compile_constraint(constraint, model.tokenizer, model.stop_ids, size, depth)
+        return compile_constraint(constraint, model.tokenizer, model.stop_ids, size, depth, run)
 
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests that `TreeFlash.generate` would make, but with new numbers and, by default, a random seed.
 
-        Raises ValueError for wrong settings, and for more tokens than the context.
+        Settings may include `automata`, one for each of `find_constraints`. Raises ValueError for wrong settings, and for
+        more tokens than the context.
         """
         longest = max(map(len, prompts))
         new = settings.setdefault("max_new_tokens", max(1, self.context - longest))

@@ -11,7 +11,6 @@ from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.call import ServerCall, Tools
 from treeflash_jax.serve.call_reader import CallReader
-from treeflash_jax.serve.model_form import model_prompts
 from treeflash_jax.serve.protocols.fields import Ids, Objects, check_template
 from treeflash_jax.serve.protocols.tools import read_chat_tools
 
@@ -36,7 +35,7 @@ class TokenizeBody(BaseModel):
             return tokenizer.encode_texts(given, add_special_tokens=special)[0] if given[0] else []
         chat = Chat(self.messages, template=check_template(self.chat_template_kwargs))
         call = ServerCall(prompts=[chat], settings={}, tools=Tools(read_chat_tools(self.tools or [])))
-        return reader.worker.request_maker.encode(model_prompts(call, tokenizer))[0]
+        return reader.encode(call)[0]
 
 
 class DetokenizeBody(BaseModel):

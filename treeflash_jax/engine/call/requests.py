@@ -1,6 +1,6 @@
 """Requests: one for every answer of a call, with the settings of its sampling."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -48,6 +48,7 @@ def make_requests(
     tokenizer: Tokenizer | None = None,
     stop_ids: Sequence[int] = (),
     indices: Sequence[int] | None = None,
+    automata: Mapping[compilation.Constraint, AutomatonTable] | None = None,
 ) -> list[Request]:
     """Makes one request per prompt and sample, prompt by prompt.
 
@@ -55,6 +56,7 @@ def make_requests(
       tokenizer: tokenizer of the verifier; needed for stop strings and constraints only.
       stop_ids: ids that end an answer unless the settings have `stop_ids`.
       indices: one index per prompt for its random key; None counts from 0, or is 0 with a list of seeds.
+      automata: automata of all constraints of answers; None compiles them.
 
     Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length,
     and `min_new_tokens` above `max_new_tokens`. It also raises the errors of `find_stops` for stops, and those of
@@ -76,8 +78,11 @@ def make_requests(
         automaton, constraint = None, compilation.find_constraint(settings)
         if constraint is not None:
             constraint = compilation.answer_constraint(constraint, tokenizer, ids)
-            size, depth = verifier.vocab_size, settings.schema_depth
-            automaton = compilation.compile_constraint(constraint, tokenizer, stop_ids, size, depth)
+            if automata is None:
+                size, depth = verifier.vocab_size, settings.schema_depth
+                automaton = compilation.compile_constraint(constraint, tokenizer, stop_ids, size, depth)
+            else:
+                automaton = automata[constraint]
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # an automaton allows `stop_ids` after a whole answer
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:

@@ -9,9 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from treeflash_jax.core.error_text import clipped, warn
 from treeflash_jax.serve.call import Delta, ServerCall, Usage
 
 ERRORS = {401: "authentication_error", 429: "rate_limit_error"}  # OpenAI's types, by status
+MOST_NOTES = 100  # lines of the log with texts that clients choose
 
 
 class Event(NamedTuple):
@@ -33,11 +35,21 @@ class Served:
       name: name of the model in answers.
       created: time of the start, in seconds.
       memory: state that protocols keep between requests, by the class of the protocol.
+      noted: lines that `note` logged.
     """
 
     name: str
     created: int
     memory: dict[type, Any] = field(default_factory=dict)
+    noted: set[str] = field(default_factory=set)
+
+    def note(self, texts: Iterable[str]) -> None:
+        """Logs what is ignored in a request, each text once. After MOST_NOTES texts, it logs nothing."""
+        for line in map(clipped, texts):
+            if len(self.noted) >= MOST_NOTES:
+                return
+            self.noted.add(line)
+            warn(line)
 
 
 class Exchange(ABC):

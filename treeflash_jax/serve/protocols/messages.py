@@ -89,14 +89,14 @@ class MessagesBody(Body):
             given["reasoning_effort"] = EFFORTS.get(self.output_config.effort, self.output_config.effort)
         return given | check_template(self.chat_template_kwargs)
 
-    def offered_tools(self) -> Tools:
+    def offered_tools(self, served: Served) -> Tools:
         """Returns the tools of the call. Raises ValueError for a tool without a name or a schema."""
         choice = self.tool_choice or ToolChoice(type="auto")
         if choice.type == "none":
             return Tools()
         expect(choice.type != "tool" or choice.name is not None, "tool_choice.name", choice.name, "the name of a tool")
         return Tools(
-            read_anthropic_tools(self.tools or []),
+            read_anthropic_tools(self.tools or [], served),
             frozenset([choice.name]) if choice.type == "tool" else None,
             is_forced=choice.type in ("any", "tool"),
             is_parallel=not choice.disable_parallel_tool_use,
@@ -142,7 +142,7 @@ class MessagesExchange(Exchange):
         return ServerCall(
             prompts=[Chat(messages, continued=continued, template=body.template_arguments())],
             settings=body.settings(),
-            tools=body.offered_tools(),
+            tools=body.offered_tools(self.served),
             streams=bool(body.stream),
             ends_with_context=True,
             sent_names=body.sent_names(),

@@ -105,7 +105,7 @@ class ResponsesExchange(Exchange):
         self._includes = set(body.include or [])
         self._output = ResponseOutput(encodes_thoughts=ENCODED_THOUGHTS in self._includes)
         self._items: list[dict[str, Any]] = []  # items of the conversation up to this answer
-        self._functions = read_response_tools(body.tools or [])
+        self._functions = read_response_tools(body.tools or [], served)
         self._status = "in_progress"
         self._num_events = 0
 

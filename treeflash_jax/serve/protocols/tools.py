@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.error_text import quoted, warn
+from treeflash_jax.core.error_text import quoted
+from treeflash_jax.serve.protocols.exchange import Served
 
 
 def read_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -17,7 +18,7 @@ def read_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(tool) for tool in tools]
 
 
-def read_response_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_response_tools(tools: Sequence[dict[str, Any]], served: Served) -> list[dict[str, Any]]:
     """Returns the functions among tools of the Responses API. Raises ValueError for a function without a name.
 
     Tools that OpenAI's servers run are left out with a line in the log, because clients such as Codex send some with each
@@ -33,11 +34,11 @@ def read_response_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
         _check_parameters(tool.get("parameters"), f"tools.{number}.parameters")
         keys = (key for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None)
         functions.append({"type": "function", "function": {key: tool[key] for key in keys}})
-    _note_left_out("/v1/responses", left_out)
+    _note_left_out("/v1/responses", left_out, served)
     return functions
 
 
-def read_anthropic_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_anthropic_tools(tools: Sequence[dict[str, Any]], served: Served) -> list[dict[str, Any]]:
     """Returns tools of Anthropic's API. Those that Anthropic's servers run are left out with a line in the log.
 
     Raises ValueError for a tool without a name or a schema.
@@ -52,14 +53,14 @@ def read_anthropic_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
         expect(isinstance(schema, dict), f"tools.{number}.input_schema", schema, "a JSON schema")
         more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
         functions.append({"type": "function", "function": {"name": name, "parameters": schema, **more}})
-    _note_left_out("/v1/messages", left_out)
+    _note_left_out("/v1/messages", left_out, served)
     return functions
 
 
-def _note_left_out(path: str, types: set[str]) -> None:
+def _note_left_out(path: str, types: set[str], served: Served) -> None:
     """Logs the types of a request's tools that are left out, in one line however many there are."""
     if types:
-        warn(f"{path}: tools of type {', '.join(sorted(types))} are left out")
+        served.note([f"{path}: tools of type {', '.join(sorted(types))} are left out"])
 
 
 def _is_name(value: Any) -> bool:
