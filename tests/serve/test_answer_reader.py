@@ -11,12 +11,12 @@ from treeflash_jax.engine.answers.results import Chunk
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.answer_reader import AnswerReader
-from treeflash_jax.serve.call import Usage
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols.chat_completions import ChatBody, ChatExchange
 from treeflash_jax.serve.protocols.completions import CompletionBody, CompletionExchange
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.fields import with_numbers
+from treeflash_jax.serve.server_call import Usage
 from treeflash_jax.serve.worker import Piece
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -37,7 +37,7 @@ class Answer:
     def __init__(self, kind: type, tokenizer: Tokenizer | None, **fields):
         body = ChatBody(messages=CHAT, **fields) if kind is ChatExchange else CompletionBody(**fields)
         self.exchange = kind(body, Served("tiny", 0))
-        self.reader = AnswerReader(self.exchange.call(), tokenizer)
+        self.reader = AnswerReader(self.exchange.read_call(), tokenizer)
 
     def choice(self, result: tf.Result) -> dict:
         chunk = Chunk(ids=result.ids, text=result.text, rounds=0)

@@ -19,11 +19,11 @@ from stub_worker import StubRequestMaker, client_of, listening, stub_worker
 from treeflash_jax.constraints.compile_bytes import Run
 from treeflash_jax.serve import call_reader, limits
 from treeflash_jax.serve.app import make_app
-from treeflash_jax.serve.call import Tools
 from treeflash_jax.serve.call_reader import COMPILING, READING, CallReader
 from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols import responses
+from treeflash_jax.serve.server_call import Tools
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 

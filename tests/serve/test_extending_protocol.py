@@ -8,10 +8,10 @@ from servers import running
 
 import treeflash_jax as tf
 from treeflash_jax.formats.messages.message_format import Content
-from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.protocols import PROTOCOLS
 from treeflash_jax.serve.protocols.exchange import Event, Exchange
 from treeflash_jax.serve.protocols.fields import Body
+from treeflash_jax.serve.server_call import ServerCall
 
 
 class GenerateBody(Body):
@@ -24,7 +24,7 @@ class GenerateExchange(Exchange):
 
     path, body_kind, id = "/generate", GenerateBody, "generate"
 
-    def call(self):
+    def read_call(self):
         settings = self.body.settings()
         return ServerCall(prompts=[tf.Text(self.body.inputs)], settings=settings, streams=bool(self.body.stream))
 

@@ -11,9 +11,9 @@ from refusals import refused
 from servers import CHAT
 
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Thought
-from treeflash_jax.serve.call import Delta, Tools, Usage
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.messages import CountBody, MessagesBody, MessagesExchange
+from treeflash_jax.serve.server_call import Delta, Tools, Usage
 
 USE = {"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}}
 CALLED = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
@@ -44,7 +44,7 @@ def exchange(**fields) -> MessagesExchange:
      [says("user", TEXT), says("assistant") | {"tool_calls": [CALLED, CALLED]}, says("user", TEXT)]),
 ])  # fmt: skip
 def test_messages_become_a_chat(system, messages, expected):
-    [chat] = exchange(system=system, messages=messages).call().prompts
+    [chat] = exchange(system=system, messages=messages).read_call().prompts
     assert chat.messages == expected and not chat.continued
 
 
@@ -70,7 +70,7 @@ def test_messages_become_a_chat(system, messages, expected):
     ({"context_management": {"edits": []}, "n": 1, "mcp_servers": []}, Tools(), {"samples": 1}, {}),
 ])  # fmt: skip
 def test_bodies_become_calls(fields, tools, settings, template):
-    call = exchange(**fields).call()
+    call = exchange(**fields).read_call()
     call.tools.check()
     assert replace(call.tools, described=[*call.tools.described]) == replace(tools, described=[*tools.described])
     assert call.settings == {"max_new_tokens": 9} | settings and call.prompts[0].template == template
@@ -104,13 +104,13 @@ def test_bodies_become_calls(fields, tools, settings, template):
     ({"container": "x"}, "got container 'x', expected none: it is not supported"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(fields, words):
-    refused(lambda: exchange(**fields).call().tools.check(), words)
+    refused(lambda: exchange(**fields).read_call().tools.check(), words)
 
 
 def test_what_is_ignored_is_in_the_log(caplog):
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
     with caplog.at_level(logging.WARNING, "treeflash_jax"):
-        exchange(thinking=thinking, context_management={"edits": [1]}, tools=[SERVERS_TOOL, SERVERS_TOOL]).call()
+        exchange(thinking=thinking, context_management={"edits": [1]}, tools=[SERVERS_TOOL, SERVERS_TOOL]).read_call()
     assert caplog.messages == [
         f"{PATH}: thinking.budget_tokens is ignored", f"{PATH}: thinking.display is ignored",
         f"{PATH}: context_management is ignored", f"{PATH}: tools of type 'web_search_20250305' are left out",

@@ -18,11 +18,11 @@ from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.answer_reader import AnswerReader
-from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
 from treeflash_jax.serve.protocols.exchange import MOST_NOTES, Event, Served
 from treeflash_jax.serve.protocols.fields import with_numbers
 from treeflash_jax.serve.protocols.response_items import encode_thoughts
 from treeflash_jax.serve.protocols.responses import ResponsesBody, ResponsesExchange
+from treeflash_jax.serve.server_call import Delta, ServerCall, Tools, Usage
 from treeflash_jax.serve.worker import Piece
 
 SUB = {"type": "function", "name": "sub"}
@@ -36,7 +36,7 @@ def exchange_of(served: Served | None = None, **fields: Any) -> ResponsesExchang
 
 
 def call_of(**fields: Any) -> ServerCall:
-    return exchange_of(**fields).call()
+    return exchange_of(**fields).read_call()
 
 
 def messages_of(items: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -266,14 +266,14 @@ def test_fields_of_the_request_come_back():
 def test_a_failure_ends_a_stream():
     served = Served("tiny", 0)
     exchange = exchange_of(served, stream=True)
-    exchange.call()
+    exchange.read_call()
     events = [*exchange.begin(Usage(1, 0, 0)), *exchange.add(Delta(0, [Content("a")])), exchange.failure("lost")]
     last = [checked(event) for event in events][-1]
     assert last["type"] == "response.failed" and last["sequence_number"] == len(events) - 1
     assert last["response"]["error"] == {"code": "server_error", "message": "lost"}
     assert last["response"]["status"] == "failed"
     with pytest.raises(Exception, match="404: .*got previous_response_id"):
-        exchange_of(served, previous_response_id=exchange.id).call()
+        exchange_of(served, previous_response_id=exchange.id).read_call()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
@@ -296,7 +296,7 @@ def test_log_probabilities_are_those_of_the_messages_tokens(size):
     ids = [id for text in texts for id in ([tokenizer.inner.convert_tokens_to_ids(text)] if text == "<end>" else
            toy_tokenizers.ids_of(tokenizer, text))]  # fmt: skip
     exchange = exchange_of(include=["message.output_text.logprobs"], top_logprobs=1, tools=[SUB])
-    reader = AnswerReader(exchange.call(), tokenizer)
+    reader = AnswerReader(exchange.read_call(), tokenizer)
     answer, sent, deltas = AnswerText(tokenizer, [1]), 0, []
     for end in range(size, len(ids) + size, size):
         is_last = end >= len(ids)

@@ -7,8 +7,8 @@ from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Content, MessageReader, Part
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.call import Delta, ServerCall
 from treeflash_jax.serve.log_probs import PositionReader, TokenPosition, prompt_positions
+from treeflash_jax.serve.server_call import Delta, ServerCall
 from treeflash_jax.serve.worker import Piece
 
 

@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 from treeflash_jax.core.error_text import clipped, logger
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.serve.answer_reader import AnswerReader
-from treeflash_jax.serve.call import ServerCall, Usage
 from treeflash_jax.serve.call_reader import CallReader
 from treeflash_jax.serve.page import KEPT_ANSWERS
 from treeflash_jax.serve.protocols.exchange import Exchange
+from treeflash_jax.serve.server_call import ServerCall, Usage
 from treeflash_jax.serve.threads import Threads
 from treeflash_jax.serve.worker import Piece, Submission
 

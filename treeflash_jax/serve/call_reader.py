@@ -10,11 +10,11 @@ from starlette.exceptions import HTTPException
 from treeflash_jax.constraints.compilation import Constraint
 from treeflash_jax.core.checks import WrongValue
 from treeflash_jax.core.error_text import clipped
-from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
-from treeflash_jax.serve.model_form import model_prompts, model_settings
+from treeflash_jax.serve.model_inputs import model_prompts, model_settings
 from treeflash_jax.serve.protocols.exchange import Exchange, Served
+from treeflash_jax.serve.server_call import ServerCall
 from treeflash_jax.serve.threads import Threads
 from treeflash_jax.serve.worker import Submission, Worker
 
@@ -60,7 +60,7 @@ class CallReader:
 
         def read_body() -> tuple[Exchange, ServerCall]:
             exchange = kind(body, self.served)
-            call = exchange.call()
+            call = exchange.read_call()
             self.served.note(f"{kind.path}: field {clipped(name, 60)!r} is ignored" for name in body.model_extra or {})
             call.tools.check()
             return exchange, call

@@ -9,10 +9,10 @@ from pydantic import BaseModel
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.call import ServerCall, Tools
 from treeflash_jax.serve.call_reader import CallReader
 from treeflash_jax.serve.protocols.fields import Ids, Objects, check_template
 from treeflash_jax.serve.protocols.tools import read_chat_tools
+from treeflash_jax.serve.server_call import ServerCall, Tools
 
 
 class TokenizeBody(BaseModel):

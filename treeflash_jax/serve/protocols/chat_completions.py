@@ -6,13 +6,13 @@ from typing import Any
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, Thought
-from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import chat_form
 from treeflash_jax.serve.protocols.exchange import Event, Served
 from treeflash_jax.serve.protocols.fields import Body, Objects, check_template, check_top
 from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
 from treeflash_jax.serve.protocols.tool_choices import flat_choice, offered_tools
 from treeflash_jax.serve.protocols.tools import read_chat_tools
+from treeflash_jax.serve.server_call import Delta, ServerCall, Usage
 
 
 class ChatBody(Body):
@@ -52,7 +52,7 @@ class ChatExchange(ChoicesExchange):
         super().__init__(body, served)
         self._num_calls: dict[int, int] = {}  # number of calls so far, by index of the answer
 
-    def call(self) -> ServerCall:
+    def read_call(self) -> ServerCall:
         body = self.body
         top = body.top_logprobs or 0
         expect(body.logprobs or not top, "top_logprobs", top, "logprobs true with it")

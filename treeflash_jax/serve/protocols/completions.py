@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 from treeflash_jax.engine.call.prompts import Prompt, Text
 from treeflash_jax.formats.messages.message_format import Content
-from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.log_probs import completion_form
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event
 from treeflash_jax.serve.protocols.fields import Body, Ids, check_top
 from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
+from treeflash_jax.serve.server_call import Delta, ServerCall, Usage
 
 MOST_TOKENS = 16  # OpenAI's default
 
@@ -45,7 +45,7 @@ class CompletionExchange(ChoicesExchange):
     id_prefix = "cmpl"
     object_type = chunk_type = "text_completion"
 
-    def call(self) -> ServerCall:
+    def read_call(self) -> ServerCall:
         body = self.body
         check_top(body.logprobs or 0, "logprobs")
         return ServerCall(

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from treeflash_jax.core.error_text import clipped, warn
-from treeflash_jax.serve.call import Delta, ServerCall, Usage
+from treeflash_jax.serve.server_call import Delta, ServerCall, Usage
 
 ERRORS = {401: "authentication_error", 429: "rate_limit_error"}  # OpenAI's types, by status
 MOST_NOTES = 100  # lines of the log with texts that clients choose
@@ -75,7 +75,7 @@ class Exchange(ABC):
         self.body, self.served = body, served
 
     @abstractmethod
-    def call(self) -> ServerCall:
+    def read_call(self) -> ServerCall:
         """Returns the call that the body describes. Raises ValueError for wrong or unsupported fields."""
 
     @abstractmethod

@@ -9,9 +9,9 @@ from pydantic import create_model
 
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS, GenerateConfig, number_types
-from treeflash_jax.serve.call import MOST_SAMPLES
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST, ConstraintFields
 from treeflash_jax.serve.protocols.exchange import Exchange
+from treeflash_jax.serve.server_call import MOST_SAMPLES
 
 Ids = Annotated[list[int], FAIL_FAST]
 Objects = Annotated[list[dict[str, Any]], FAIL_FAST]

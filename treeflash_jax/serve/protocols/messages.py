@@ -11,12 +11,12 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.core.error_text import warn
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
-from treeflash_jax.serve.call import Delta, ServerCall, Tools, Usage
 from treeflash_jax.serve.protocols.anthropic_blocks import join_blocks
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
 from treeflash_jax.serve.protocols.fields import Body, Objects, check_template
 from treeflash_jax.serve.protocols.tools import read_anthropic_tools
+from treeflash_jax.serve.server_call import Delta, ServerCall, Tools, Usage
 
 ENDINGS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 ERRORS = {
@@ -131,7 +131,7 @@ class MessagesExchange(Exchange):
         self._index = 0  # index of the open block, or of the next one
         self._last: Delta | None = None
 
-    def call(self) -> ServerCall:
+    def read_call(self) -> ServerCall:
         body = self.body
         body.note_ignored()
         messages = join_blocks(body.system, body.messages)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from treeflash_jax.serve.call import Delta, Usage
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
+from treeflash_jax.serve.server_call import Delta, Usage
 
 
 class StreamOptions(BaseModel):

@@ -7,9 +7,9 @@ from copy import deepcopy
 from typing import Any
 
 from treeflash_jax.formats.messages.message_format import FunctionCall, Part, Thought
-from treeflash_jax.serve.call import Delta
 from treeflash_jax.serve.log_probs import TokenPosition
 from treeflash_jax.serve.protocols.response_items import encode_thoughts
+from treeflash_jax.serve.server_call import Delta
 
 TEXT, THOUGHT = "output_text", "reasoning_text"  # parts of messages and of reasoning items
 

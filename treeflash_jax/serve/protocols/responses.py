@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.call.prompts import Chat
-from treeflash_jax.serve.call import Delta, ServerCall, Usage
 from treeflash_jax.serve.protocols.constraint_fields import ANY_OBJECT, FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
 from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template, check_top
@@ -23,6 +22,7 @@ from treeflash_jax.serve.protocols.response_memory import MOST_MEMORY_BYTES, MOS
 from treeflash_jax.serve.protocols.response_output import ResponseOutput
 from treeflash_jax.serve.protocols.tool_choices import offered_tools
 from treeflash_jax.serve.protocols.tools import read_response_tools
+from treeflash_jax.serve.server_call import Delta, ServerCall, Usage
 
 T = TypeVar("T")
 LOG_PROBS, ENCODED_THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"  # values of `include`
@@ -109,7 +109,7 @@ class ResponsesExchange(Exchange):
         self._status = "in_progress"
         self._num_events = 0
 
-    def call(self) -> ServerCall:
+    def read_call(self) -> ServerCall:
         body, top = self.body, self.body.top_logprobs or 0
         has_log_probs = LOG_PROBS in self._includes
         expect(has_log_probs or not top, "top_logprobs", top, f"include with {LOG_PROBS!r} beside it")

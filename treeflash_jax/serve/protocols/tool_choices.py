@@ -3,7 +3,7 @@
 from typing import Any
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.serve.call import Tools
+from treeflash_jax.serve.server_call import Tools
 
 
 def flat_choice(choice: Any) -> Any:

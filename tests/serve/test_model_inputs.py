@@ -7,11 +7,11 @@ import pytest
 from refusals import refused
 from servers import CHAT, with_tools
 
-from treeflash_jax.serve.call import ServerCall
-from treeflash_jax.serve.model_form import model_prompts, model_settings
+from treeflash_jax.serve.model_inputs import model_prompts, model_settings
 from treeflash_jax.serve.protocols.chat_completions import ChatBody, ChatExchange
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.template_messages import template_messages
+from treeflash_jax.serve.server_call import ServerCall
 
 ADD = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": ADD}}
@@ -21,7 +21,7 @@ BAD = GOOD.replace("1", "3")
 
 
 def make_call(**fields) -> ServerCall:
-    return ChatExchange(ChatBody(messages=CHAT, **fields), Served("tiny", 0)).call()
+    return ChatExchange(ChatBody(messages=CHAT, **fields), Served("tiny", 0)).read_call()
 
 
 @pytest.mark.parametrize("fields, answers", [
@@ -65,7 +65,7 @@ def test_what_a_template_lacks_is_mended_or_refused(tiny):
     model.tokenizer.inner.chat_template = "{{ tools }}"
     refused(
         lambda: model_prompts(make_call(tools=[TOOL], tool_choice="required"), model.tokenizer),
-        "got tool_choice that demands a call, but this model writes calls in a form that is not read here",
+        "got tool_choice that demands a call, but this model writes calls in a format that is not read here",
     )
     assert model_prompts(make_call(tools=[TOOL]), model.tokenizer)[0].tools == [TOOL]
     call = make_call(tools=[STRICT])
@@ -108,7 +108,7 @@ def test_arguments_of_earlier_calls_are_objects(arguments, expected):
 def test_a_chat_with_calls_and_results_is_rendered(tiny):
     model = with_tools(tiny)
     messages = [*CHAT, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "a", "content": "3"}]
-    [chat] = model_prompts(ChatExchange(ChatBody(messages=messages), Served("t", 0)).call(), model.tokenizer)
+    [chat] = model_prompts(ChatExchange(ChatBody(messages=messages), Served("t", 0)).read_call(), model.tokenizer)
     text = model.tokenizer.render(chat.messages, **chat.arguments)
     assert (
         '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>' in text and "<|im_start|>tool\n3<|im_end|>" in text

@@ -1,4 +1,4 @@
-"""Turns a call into the form of the served model: messages for its chat template, and the constraint of answers."""
+"""Turns a call into inputs of the served model: messages for its chat template, and the constraint of answers."""
 
 import json
 from collections.abc import Sequence
@@ -11,28 +11,29 @@ from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Demands
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.call import ServerCall
 from treeflash_jax.serve.protocols.template_messages import template_messages
+from treeflash_jax.serve.server_call import ServerCall
 
 
 def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]:
     """Returns the prompts of a call for a model.
 
-    Raises ValueError for tools if the chat template takes none, and for forced calls if the form of calls is unknown.
+    Raises ValueError for tools if the chat template takes none, and for forced calls if the format of calls is unknown.
     """
     if tokenizer is None or not call.is_chat:
         return call.prompts
-    form = find_format(tokenizer)
+    message_format = find_format(tokenizer)
     tools = call.tools
-    if tools.described and "tools" not in form.template:
+    if tools.described and "tools" not in message_format.template:
         raise ValueError("got tools, but the chat template of this model has no place for them: send the request without")
-    if tools.described and not form.writes_calls:
-        reason = "this model writes calls in a form that is not read here"
+    if tools.described and not message_format.writes_calls:
+        reason = "this model writes calls in a format that is not read here"
         if tools.is_forced:
             raise ValueError(f"got tool_choice that demands a call, but {reason}")
         warn(f"got tools, but {reason}: calls stay text")
+    template, thoughts_key = message_format.template, message_format.thoughts_key
     return [
-        replace(chat, messages=template_messages(chat.messages, form.template, form.thoughts_key), tools=tools.described)
+        replace(chat, messages=template_messages(chat.messages, template, thoughts_key), tools=tools.described)
         for chat in call.prompts
     ]
 
