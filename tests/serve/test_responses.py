@@ -329,7 +329,7 @@ def test_numbers_that_json_lacks_are_refused(field, number):
     exchange = ResponsesExchange(
         with_numbers(ResponsesBody, tf.GenerateConfig).model_validate_json(body), Served("tiny", 0)
     )
-    refused(exchange.call, "got NaN or an infinite number")
+    refused(exchange.read_call, "got NaN or an infinite number")
 
 
 def test_an_answer_of_nothing_is_an_empty_message():
