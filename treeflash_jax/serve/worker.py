@@ -16,9 +16,9 @@ from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import refill_size
+from treeflash_jax.engine.schedule.open_scheduler import OpenScheduler
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.runner import Runner
-from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import find_defaults
 from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS, GenerateConfig
 from treeflash_jax.serve.metrics import Metrics
@@ -115,7 +115,7 @@ class Worker(threading.Thread):
         sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # the last one is for trees that the page draws
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
         runner = Runner(plan, model.call_weights(config, plan), model.mesh, can_cut=True)
-        self._scheduler = Scheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity, is_open=True)
+        self._scheduler = OpenScheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity)
         self._reader = ResultReader(self._scheduler, model)
         metrics.watch(
             lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
