@@ -94,8 +94,7 @@ class Worker(threading.Thread):
     def __init__(self, model: TreeFlash, config: GenerateConfig, metrics: Metrics, options: ServeOptions):
         super().__init__(name="treeflash decoding", daemon=True)
         self.model, self.metrics = model, metrics
-        num_top = min(MAX_TOP_LOG_PROBS, model.verifier.vocab_size)
-        config = replace(config, sampling="model", log_probs=True, top_log_probs=num_top)
+        config = replace(config, sampling="model")
         self.error: BaseException | None = None
         self.request_maker = RequestMaker(model, config, context=options.context, schema_states=options.schema_states)
         slots = options.slots or find_defaults(model.device, model.dtype).slots
@@ -106,7 +105,8 @@ class Worker(threading.Thread):
         self._num_unfinished = 0  # includes requests that the thread has not admitted yet
         self._lock = threading.Lock()
         self._stops = self._has_ended = False
-        plan = model.plan(config, slots)
+        num_top = min(MAX_TOP_LOG_PROBS, model.verifier.vocab_size)  # programs record what any request may ask for
+        plan = model.plan(replace(config, log_probs=True, top_log_probs=num_top), slots)
         if plan.why_plain is not None:
             warn(f"decoding one token at a time: {plan.why_plain}")
         # Answers end within the context, but the last round of an answer or the last chunk of a prompt may go beyond it.
