@@ -17,8 +17,8 @@ from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.admission import Admission
 from treeflash_jax.engine.schedule.batching import SamplingSizes, choose_batch_size
+from treeflash_jax.engine.schedule.open_scheduler import OpenScheduler
 from treeflash_jax.engine.schedule.runner import Runner
-from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.schedule.slots import Slots
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
@@ -80,7 +80,7 @@ def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
     expected = [model.generate([prompt], **settings)[0].ids for prompt in prompts]
     call = model.prepare([first], **settings, batch_size=2)
     runner, sizes = Runner(call.plan, model.weights, can_cut=True), SamplingSizes.fit(call.requests)
-    server = Scheduler(runner, sizes, batch_size=2, capacity=256, is_open=True)
+    server = OpenScheduler(runner, sizes, batch_size=2, capacity=256)
     reader, answers, reused = ResultReader(server, model), {}, {}
     for number, prompt in enumerate(prompts):
         _, requests = model.settings_and_requests([prompt], **settings)

@@ -24,6 +24,7 @@ from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule import prefixes
 from treeflash_jax.engine.schedule.batching import SamplingSizes
+from treeflash_jax.engine.schedule.open_scheduler import OpenScheduler
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.serve.request_maker import server_sizes
@@ -130,7 +131,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
     call = model.prepare([pool.prompts[0]], **draft, max_new_tokens=4)
     plan = replace(call.plan, shared=replace(call.plan.shared, prefill_chunk=8))
     sizes = server_sizes(4, model.verifier.vocab_size, tf.GenerateConfig)
-    scheduler = Scheduler(Runner(plan, model.weights, can_cut=True), sizes, batch_size=slots, capacity=64, is_open=True)
+    scheduler = OpenScheduler(Runner(plan, model.weights, can_cut=True), sizes, batch_size=slots, capacity=64)
     reader, numbers = ResultReader(scheduler, model), Counter()
     requests: dict[int, tuple[list[int], Request]] = {}  # by number: the right answer, and the request
     constrained = make_constrained(model, pool, plan)

@@ -74,7 +74,7 @@ def test_bodies_become_calls(fields, tools, settings, template):
     call.tools.check()
     assert replace(call.tools, described=[*call.tools.described]) == replace(tools, described=[*tools.described])
     assert call.settings == {"max_new_tokens": 9} | settings and call.prompts[0].template == template
-    assert call.ends_with_context and call.num_answers == 1 and call.num_top is None and not call.streams
+    assert call.ends_with_context and call.num_answers == 1 and not call.wants_log_probs and not call.streams
 
 
 @pytest.mark.parametrize("fields, words", [

@@ -137,7 +137,7 @@ def test_types_of_tools_do_not_fill_the_log(caplog):
 ])  # fmt: skip
 def test_settings(fields, expected):
     call = call_of(**fields)
-    assert call.settings == expected and call.num_top is None and not call.streams
+    assert call.settings == expected and not call.wants_log_probs and not call.streams
     assert call.sent_names["max_new_tokens"] == "max_output_tokens"
 
 
@@ -147,8 +147,9 @@ def test_template_arguments_and_log_probabilities():
         chat.template == {"reasoning_effort": "low", "x": 1}
         and call_of(reasoning={"effort": None}).prompts[0].template == {}
     )
-    assert call_of(include=["message.output_text.logprobs"], stream=True).num_top == 0
-    assert call_of(include=["message.output_text.logprobs"], top_logprobs=3).num_top == 3
+    for given, top in ({"stream": True}, 0), ({"top_logprobs": 3}, 3):
+        settings = call_of(include=["message.output_text.logprobs"], **given).settings
+        assert settings == {"log_probs": True, "top_log_probs": top}
 
 
 IMAGE = {"type": "input_image", "image_url": "x"}

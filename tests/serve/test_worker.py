@@ -14,8 +14,9 @@ from refusals import refused
 from servers import wait_for
 
 import treeflash_jax as tf
-from treeflash_jax.core import programs
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import LogProbs
 from treeflash_jax.engine.answers.result_reader import GrowingAnswer, ResultReader
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
@@ -144,6 +145,41 @@ def test_answers_are_those_of_own_calls_whatever_fails(worker, pool, monkeypatch
     assert worker.error is None
     worker.check_room(LIMIT)
     wait_for(lambda: count_kept() <= before, seconds=30)
+
+
+def test_log_probs_are_read_only_for_requests_that_want_them(worker, pool, monkeypatch):
+    prompts, how = pool.prompts[:2], {"max_new_tokens": 9, "temperature": 0.0, "stop_ids": ()}
+    wanted = {"log_probs": True, "top_log_probs": 2}
+    [expected] = pool.model.generate(prompts[1:], batch_size=1, **how, **wanted, **PLAIN)
+    to_host, fetched = sharding.to_host, []
+
+    def is_log_probs(x: Any) -> bool:
+        return isinstance(x, LogProbs)
+
+    def noting(tree: Any) -> Any:
+        fetched.extend(filter(is_log_probs, jax.tree.leaves(tree, is_leaf=is_log_probs)))
+        return to_host(tree)
+
+    async def run() -> list[Any]:
+        make = worker.request_maker.make_requests
+        submission = Submission(make(prompts[:1], **how) + make(prompts[1:], **how, **wanted), streams=True)
+        worker.submit(submission)
+        pieces: list[Any] = []
+        while sum(piece.is_last for piece in pieces) < 2:
+            pieces.append(await asyncio.wait_for(submission.pieces.get(), 120))
+        return pieces
+
+    monkeypatch.setattr(sharding, "to_host", noting)
+    pieces = asyncio.run(run())
+    indices = [piece.index for piece in pieces]
+    assert 0 in indices[indices.index(1) :], "both answers have to be in one batch"
+    assert len(fetched) == indices.count(1)
+    plain, scored = ([piece.result for piece in pieces if piece.index == index] for index in range(2))
+    assert all(result.log_probs is None and result.top_log_probs is None for result in plain)
+    assert plain[-1].ids == pool.model.generate(prompts[:1], batch_size=1, **how, **PLAIN)[0].ids
+    assert scored[-1].ids == expected.ids
+    np.testing.assert_allclose(scored[-1].log_probs, expected.log_probs, atol=1e-6)
+    np.testing.assert_allclose(scored[-1].top_log_probs, expected.top_log_probs, atol=1e-6)
 
 
 def test_a_full_queue_is_an_error_for_now(worker):

@@ -30,15 +30,15 @@ class AnswerReader:
     def read(self, piece: Piece) -> Delta:
         index, result = piece.index, piece.result
         parts: list[Part] = []
-        positions: list[TokenPosition] | None = None if self._call.num_top is None else []
+        positions: list[TokenPosition] | None = [] if self._call.wants_log_probs else None
         if index not in self._messages:
             self._messages[index] = self._message_reader(result)
             text = self._echo(index, result)
             parts += [Content(text)] * bool(text)
             if positions is not None:
-                self._positions[index] = PositionReader(self._tokenizer, result.prompt_ids, self._call.num_top, len(text))
+                self._positions[index] = PositionReader(self._tokenizer, result.prompt_ids, len(text))
                 if self._call.echoes:
-                    positions += prompt_positions(self._tokenizer, result.prompt_score, text, self._call.num_top)
+                    positions += prompt_positions(self._tokenizer, result.prompt_score, text)
         message = self._messages[index]
         parts += message.feed(piece.chunk.ids, piece.chunk.text, is_last=piece.is_last)
         if positions is not None:

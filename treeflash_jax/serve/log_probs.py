@@ -36,13 +36,12 @@ class PositionReader:
     """Reads the positions of one growing answer. Without a tokenizer, the text of a token is its id.
 
     Args:
-      top: number of likeliest tokens to read at each position.
       offset: number of characters before the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: list[int], top: int, offset: int = 0):
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: list[int], offset: int = 0):
         self._answer = AnswerText(tokenizer, prompt_ids) if tokenizer else None
-        self._top, self._offset = top, offset
+        self._offset = offset
         self._length = 0  # tokens read so far
 
     def read(self, result: Result | Score, *, is_last: bool) -> list[TokenPosition]:
@@ -51,8 +50,8 @@ class PositionReader:
         for number in range(self._length, len(result.ids)):
             ends = is_last and number == len(result.ids) - 1
             token = self._token(result.ids[number], result.log_probs[number], ends)
-            pairs = result.top_log_probs[number]
-            top = None if pairs is None else [self._token(*pair, ends) for pair in pairs[: self._top]]
+            pairs = result.top_log_probs[number] if result.top_log_probs else []
+            top = None if token.log_prob is None else [self._token(*pair, ends) for pair in pairs]
             offset = len(self._answer.certain_text) if self._answer else 0
             positions.append(TokenPosition(self._offset + offset, token, top))
             if self._answer:
@@ -68,10 +67,10 @@ class PositionReader:
         return Token(id, text, None if data is None else [*data], log_prob)
 
 
-def prompt_positions(tokenizer: Tokenizer | None, score: Score, text: str, top: int) -> list[TokenPosition]:
+def prompt_positions(tokenizer: Tokenizer | None, score: Score, text: str) -> list[TokenPosition]:
     """Returns the positions of a prompt. Special tokens take up characters only if the prompt's text contains them."""
     offset, positions = 0, []
-    for position in PositionReader(tokenizer, [], top).read(score, is_last=True):
+    for position in PositionReader(tokenizer, []).read(score, is_last=True):
         positions.append(position._replace(offset=min(offset, len(text))))
         name = position.token.text
         if position.token.bytes is not None or text.startswith(name, offset):

@@ -61,7 +61,6 @@ class ServerCall:
     Attributes:
       settings: settings that the client gives, by their names in this library.
       streams: whether pieces of answers are sent while answers grow.
-      num_top: number of likeliest tokens to return at each position; None without log-probabilities.
       ends_with_context: whether an answer ends early if the context has no room for its largest number of new tokens.
       echoes: whether answers begin with the text of their prompt, and, if requested, its log-probabilities.
       sent_names: for settings to which the client gave another name: that name, by the name in this library.
@@ -71,7 +70,6 @@ class ServerCall:
     settings: dict[str, Any]
     tools: Tools = Tools()
     streams: bool = False
-    num_top: int | None = None
     ends_with_context: bool = False
     echoes: bool = False
     sent_names: dict[str, str] = field(default_factory=dict)
@@ -83,6 +81,10 @@ class ServerCall:
     @property
     def is_chat(self) -> bool:
         return bool(self.prompts) and isinstance(self.prompts[0], Chat)
+
+    @property
+    def wants_log_probs(self) -> bool:
+        return self.settings.get("log_probs", False)
 
     @property
     def has_structure(self) -> bool:

@@ -16,9 +16,9 @@ from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.batching import refill_size
+from treeflash_jax.engine.schedule.open_scheduler import OpenScheduler
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
 from treeflash_jax.engine.schedule.runner import Runner
-from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.settings.defaults import find_defaults
 from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS, GenerateConfig
 from treeflash_jax.serve.metrics import Metrics
@@ -94,8 +94,7 @@ class Worker(threading.Thread):
     def __init__(self, model: TreeFlash, config: GenerateConfig, metrics: Metrics, options: ServeOptions):
         super().__init__(name="treeflash decoding", daemon=True)
         self.model, self.metrics = model, metrics
-        num_top = min(MAX_TOP_LOG_PROBS, model.verifier.vocab_size)
-        config = replace(config, sampling="model", log_probs=True, top_log_probs=num_top)
+        config = replace(config, sampling="model")
         self.error: BaseException | None = None
         self.request_maker = RequestMaker(model, config, context=options.context, schema_states=options.schema_states)
         slots = options.slots or find_defaults(model.device, model.dtype).slots
@@ -106,7 +105,8 @@ class Worker(threading.Thread):
         self._num_unfinished = 0  # includes requests that the thread has not admitted yet
         self._lock = threading.Lock()
         self._stops = self._has_ended = False
-        plan = model.plan(config, slots)
+        num_top = min(MAX_TOP_LOG_PROBS, model.verifier.vocab_size)  # programs record what any request may ask for
+        plan = model.plan(replace(config, log_probs=True, top_log_probs=num_top), slots)
         if plan.why_plain is not None:
             warn(f"decoding one token at a time: {plan.why_plain}")
         # Answers end within the context, but the last round of an answer or the last chunk of a prompt may go beyond it.
@@ -115,7 +115,7 @@ class Worker(threading.Thread):
         sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # the last one is for trees that the page draws
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
         runner = Runner(plan, model.call_weights(config, plan), model.mesh, can_cut=True)
-        self._scheduler = Scheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity, is_open=True)
+        self._scheduler = OpenScheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity)
         self._reader = ResultReader(self._scheduler, model)
         metrics.watch(
             lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from treeflash_jax.core import sharding
@@ -90,9 +89,10 @@ class ResultReader:
         results = []
         for slot, answer in zip(slots, self._read(slots), strict=True):
             request = scheduler.slots.requests[slot]
+            settings = request.settings
             if answer.is_blocked:
                 _explain_no_token(request, len(answer.ids), runner.weights.processor)
-            ids, finished = find_end(answer, request.settings.stop_ids, is_interrupted=scheduler.is_interrupted)
+            ids, finished = find_end(answer, settings.stop_ids, is_interrupted=scheduler.is_interrupted)
             accept_lengths, cut = cut_rounds(answer.accepted, len(ids))
             expected_lengths = answer.expected_lengths[: len(accept_lengths)]
             results.append(
@@ -106,8 +106,8 @@ class ResultReader:
                     seconds=clock.seconds,
                     compile_seconds=clock.compile_seconds,
                     tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
-                    log_probs=answer.log_probs[: len(ids)] if plan.shared.log_probs else None,
-                    top_log_probs=answer.top_log_probs[: len(ids)] if plan.shared.top_log_probs else None,
+                    log_probs=answer.log_probs[: len(ids)] if settings.wants_log_probs else None,
+                    top_log_probs=answer.top_log_probs[: len(ids)] if settings.top_log_probs else None,
                     prompt_score=answer.score,
                     expected_lengths=expected_lengths if plan.shared.expected_lengths else None,
                     cut=cut,
@@ -123,7 +123,8 @@ class ResultReader:
             return []
         state, requests = self._scheduler.state, self._scheduler.slots.requests
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
-        arrays, log_probs, expected_bs = sharding.to_host((arrays, state.log_probs, state.expected_bs))
+        log_probs = state.log_probs if any(requests[slot].settings.wants_log_probs for slot in slots) else None
+        arrays, log_probs, expected_bs = sharding.to_host((arrays, log_probs, state.expected_bs))
         tokens_bs, end_b, done_b, rounds_b, accepted_bs = arrays
         answers = []
         for slot in slots:
@@ -137,12 +138,13 @@ class ResultReader:
             answer.ids += ids
             if answer.text is not None:
                 answer.text.extend(ids)
-            if log_probs is not None:
-                token_s, ids_sk, top_sk = (x[slot, tokens][: len(ids)].tolist() for x in jax.tree.leaves(log_probs))
-                answer.log_probs += token_s
-                answer.top_log_probs += ([*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True))
-                if requests[slot].settings.prompt_log_probs and answer.score is None:
-                    answer.score = _read_score(requests[slot].ids, slot, log_probs)
+            settings = requests[slot].settings
+            if settings.wants_log_probs:
+                token_s, top_s = _read_log_probs(log_probs, slot, tokens, settings.top_log_probs)
+                answer.log_probs += token_s[: len(ids)]
+                answer.top_log_probs += top_s[: len(ids)]
+                if settings.prompt_log_probs and answer.score is None:
+                    answer.score = _read_score(requests[slot], slot, log_probs)
             rounds = slice(len(answer.accepted), rounds_b[slot])
             answer.accepted += accepted_bs[slot, rounds].tolist()
             if expected_bs is not None:
@@ -187,15 +189,22 @@ def cut_rounds(accepted: Sequence[int], num_ids: int) -> tuple[list[int], int]:
     return [*lengths[:-1], lengths[-1] - cut], cut
 
 
-def _read_score(ids: list[int], slot: int, log_probs: LogProbs) -> Score:
+def _read_log_probs(
+    log_probs: LogProbs, slot: int, tokens: slice, num_top: int
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Returns the log-probabilities of tokens in a slot, and pairs of id and log-probability of the likeliest ones."""
+    ids_sk, top_sk = (x_bsk[slot, tokens, :num_top].tolist() for x_bsk in (log_probs.top_ids_bsk, log_probs.top_bsk))
+    top_s = [[*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True)]
+    return log_probs.token_bs[slot, tokens].tolist(), top_s
+
+
+def _read_score(request: Request, slot: int, log_probs: LogProbs) -> Score:
     """Returns the score of a prompt in a slot. Raises ValueError for NaN."""
-    token_s, ids_sk, top_sk = (x_bs[slot, 1 : len(ids)].tolist() for x_bs in jax.tree.leaves(log_probs))
+    ids, num_top = request.ids, request.settings.top_log_probs
+    token_s, top_s = _read_log_probs(log_probs, slot, slice(1, len(ids)), num_top)
     if np.isnan(token_s).any():
         raise ValueError(f"got NaN as log-probability of a prompt's token, expected a number: {DAMAGED}")
-    top = None
-    if log_probs.top_bsk.shape[-1]:
-        top = [None, *([*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True))]
-    return Score(ids=ids, log_probs=[None, *token_s], top_log_probs=top)
+    return Score(ids=ids, log_probs=[None, *token_s], top_log_probs=[None, *top_s] if num_top else None)
 
 
 def _explain_no_token(request: Request, index: int, processor: Any) -> None:

@@ -305,6 +305,11 @@ class GenerateConfig:
         is_empty = new == 0 or (isinstance(new, Sequence) and 0 in new)
         expect(self.prompt_log_probs or not is_empty, "max_new_tokens", new, "at least 1 (0 only scores a prompt)")
 
+    @property
+    def wants_log_probs(self) -> bool:
+        """True if log-probabilities of tokens, of an answer or a prompt, are requested."""
+        return self.log_probs or self.prompt_log_probs or self.top_log_probs > 0
+
     def __repr__(self) -> str:
         return f"GenerateConfig({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 

@@ -66,7 +66,7 @@ def resolve(
         kernels=config.kernels,
         stacks_cache=attention in kernels.KERNELS["attention"],
         residual_dtype=defaults.choose_residual_dtype(device, dtype),
-        log_probs=config.log_probs or config.prompt_log_probs or config.top_log_probs > 0,
+        log_probs=config.wants_log_probs,
         top_log_probs=config.top_log_probs,
         expected_lengths=config.expected_lengths,
     )

@@ -8,7 +8,7 @@ from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, Thought
 from treeflash_jax.serve.log_probs import chat_form
 from treeflash_jax.serve.protocols.exchange import Event, Served
-from treeflash_jax.serve.protocols.fields import Body, Objects, check_template, check_top
+from treeflash_jax.serve.protocols.fields import Body, Objects, check_template, top_settings
 from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
 from treeflash_jax.serve.protocols.tool_choices import flat_choice, offered_tools
 from treeflash_jax.serve.protocols.tools import read_chat_tools
@@ -56,15 +56,14 @@ class ChatExchange(ChoicesExchange):
         body = self.body
         top = body.top_logprobs or 0
         expect(body.logprobs or not top, "top_logprobs", top, "logprobs true with it")
-        check_top(top, "top_logprobs")
+        log_probs = top_settings(top, "top_logprobs") if body.logprobs else {}
         chat = Chat(body.messages, continued=bool(body.continue_final_message), template=body.template_arguments())
         functions, is_parallel = read_chat_tools(body.tools or []), body.parallel_tool_calls is not False
         return ServerCall(
             prompts=[chat],
-            settings=body.settings(),
+            settings=body.settings() | log_probs,
             tools=offered_tools(functions, flat_choice(body.tool_choice), is_parallel),
             streams=bool(body.stream),
-            num_top=top if body.logprobs else None,
             sent_names=body.sent_names(),
         )
 

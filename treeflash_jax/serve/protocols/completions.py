@@ -8,7 +8,7 @@ from treeflash_jax.formats.messages.message_format import Content
 from treeflash_jax.serve.log_probs import completion_form
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event
-from treeflash_jax.serve.protocols.fields import Body, Ids, check_top
+from treeflash_jax.serve.protocols.fields import Body, Ids, top_settings
 from treeflash_jax.serve.protocols.openai_objects import ChoicesExchange, StreamOptions
 from treeflash_jax.serve.server_call import Delta, ServerCall, Usage
 
@@ -26,6 +26,8 @@ class CompletionBody(Body):
 
     def settings(self) -> dict[str, Any]:
         settings = {"max_new_tokens": MOST_TOKENS} | super().settings()
+        if self.logprobs is not None:
+            settings |= top_settings(self.logprobs, "logprobs")
         if self.echo and (self.logprobs is not None or self.max_tokens == 0):
             settings["prompt_log_probs"] = True
         return settings
@@ -47,12 +49,10 @@ class CompletionExchange(ChoicesExchange):
 
     def read_call(self) -> ServerCall:
         body = self.body
-        check_top(body.logprobs or 0, "logprobs")
         return ServerCall(
             prompts=body.prompts(),
             settings=body.settings(),
             streams=bool(body.stream),
-            num_top=body.logprobs,
             echoes=bool(body.echo),
             sent_names=body.sent_names(),
         )

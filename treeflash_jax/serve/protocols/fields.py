@@ -101,9 +101,10 @@ def check_template(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     return arguments
 
 
-def check_top(top: int, name: str) -> None:
-    """Raises ValueError for a number of likeliest tokens that a call may not request."""
+def top_settings(top: int, name: str) -> dict[str, Any]:
+    """Returns the settings for log-probabilities with `top` likeliest tokens. Raises ValueError if the field is wrong."""
     expect(0 <= top <= MAX_TOP_LOG_PROBS, name, top, f"0 to {MAX_TOP_LOG_PROBS}")
+    return {"log_probs": True, "top_log_probs": top}
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.serve.protocols.constraint_fields import ANY_OBJECT, FAIL_FAST
 from treeflash_jax.serve.protocols.exchange import Event, Exchange, Served
-from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template, check_top
+from treeflash_jax.serve.protocols.fields import UNSUPPORTED, Body, Objects, check_template, top_settings
 from treeflash_jax.serve.protocols.response_items import check_item, join_items
 from treeflash_jax.serve.protocols.response_memory import MOST_MEMORY_BYTES, MOST_RESPONSES, ResponseMemory
 from treeflash_jax.serve.protocols.response_output import ResponseOutput
@@ -113,8 +113,9 @@ class ResponsesExchange(Exchange):
         body, top = self.body, self.body.top_logprobs or 0
         has_log_probs = LOG_PROBS in self._includes
         expect(has_log_probs or not top, "top_logprobs", top, f"include with {LOG_PROBS!r} beside it")
-        check_top(top, "top_logprobs")
         settings = body.settings()
+        if has_log_probs:
+            settings |= top_settings(top, "top_logprobs")
         self._check_numbers()
         tools = offered_tools(self._functions, body.tool_choice, body.parallel_tool_calls is not False)
         self._items = self._conversation()
@@ -123,7 +124,6 @@ class ResponsesExchange(Exchange):
             settings=settings,
             tools=tools,
             streams=bool(body.stream),
-            num_top=top if has_log_probs else None,
             sent_names=body.sent_names(),
         )
 
