@@ -88,8 +88,8 @@ class OpenScheduler(Scheduler):
         static = {"plan": runner.plan.shared, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
         state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **static)
         unit = jax.device_put(np.int32(1))
-        for form in (replace_automata(state, None, None), state):
-            runner.start_compiling(loops.decode, runner.weights, form, unit, unit, plan=runner.plan)
+        for possible in (replace_automata(state, None, None), state):
+            runner.start_compiling(loops.decode, runner.weights, possible, unit, unit, plan=runner.plan)
         return state.replace(done_b=sharding.place(jnp.ones(self.slots.size, bool), runner.mesh))
 
     def _make_batch(self, rows: Sequence[Request | None], capacity: int) -> Batch:
