@@ -191,19 +191,19 @@ def test_an_item_is_referenced_once():
     reference = {"type": "item_reference", "id": "a.0"}
     assert ResponsesExchange(ResponsesBody(input=[reference]), served)._conversation() == [{"id": "a.0", "text": "x"}]
     exchange = ResponsesExchange(ResponsesBody(input=[reference, reference]), served)
-    refused(exchange.call, "got input.1.id 'a.0', expected one reference to each item")
+    refused(exchange.read_call, "got input.1.id 'a.0', expected one reference to each item")
 
 
 def test_a_long_conversation_does_not_hold_up_others(monkeypatch):
     """Reading it takes seconds, beside the event loop."""
     begun, ends = threading.Event(), threading.Event()
 
-    def call(self) -> None:
+    def read_call(self) -> None:
         begun.set()
         ends.wait(2)
         raise ValueError("read")
 
-    monkeypatch.setattr(ResponsesExchange, "call", call)
+    monkeypatch.setattr(ResponsesExchange, "read_call", read_call)
     with listening(make_app(stub_worker(), Metrics())) as port, ThreadPoolExecutor() as pool:
         url = f"http://127.0.0.1:{port}"
         reading = pool.submit(httpx.post, f"{url}/v1/responses", json={"input": "Hi"})
