@@ -23,10 +23,9 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule import prefixes
-from treeflash_jax.engine.schedule.batching import SamplingSizes
+from treeflash_jax.engine.schedule.call_scheduler import CallScheduler
 from treeflash_jax.engine.schedule.open_scheduler import OpenScheduler
 from treeflash_jax.engine.schedule.runner import Runner
-from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.serve.request_maker import server_sizes
 
 SIZES = (5, 16)  # with one and two slots refilled at once
@@ -181,8 +180,7 @@ def make_constrained(model: tf.TreeFlash, pool: Pool, plan: Any) -> Pool:
     for place in range(len(pool.prompts)):
         prompts, how = pool.draw([place])
         requests = [replace(request, automaton=TABLE) for request in model.settings_and_requests(prompts, **how)[1]]
-        scheduler = Scheduler(Runner(plan, model.weights), SamplingSizes.fit(requests))
-        scheduler.submit(requests)
+        scheduler = CallScheduler(Runner(plan, model.weights), requests)
         for ready in scheduler.decode_all(64, lambda slots: []):
             results = ResultReader(scheduler, model).read_results(ready) if ready else []
         answers.append(results[0].ids)

@@ -9,9 +9,8 @@ from treeflash_jax.engine.answers.answering_model import AnsweringModel
 from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.schedule.batching import SamplingSizes
+from treeflash_jax.engine.schedule.call_scheduler import CallScheduler
 from treeflash_jax.engine.schedule.runner import Runner
-from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.engine.schedule.session import Session
 
 ROUNDS_PER_DISPATCH = 256  # Ctrl-C waits for a dispatch
@@ -34,12 +33,10 @@ class PreparedCall:
     plan: DecodePlan
     batch_size: int
 
-    def schedule(self, session: Session | None = None) -> Scheduler:
+    def schedule(self, session: Session | None = None) -> CallScheduler:
         """Returns a scheduler with the requests, or with the only request of a session."""
         runner = Runner(self.plan, self.weights, self.model.mesh, can_cut=session is not None)
-        scheduler = Scheduler(runner, SamplingSizes.fit(self.requests), batch_size=self.batch_size)
-        scheduler.submit(self.requests, session)
-        return scheduler
+        return CallScheduler(runner, self.requests, batch_size=self.batch_size, session=session)
 
     def answer(self) -> Iterator[tuple[int, Result]]:
         """Decodes the call; yields each answer with the number of its request."""

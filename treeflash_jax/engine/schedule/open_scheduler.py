@@ -35,6 +35,7 @@ class OpenScheduler(Scheduler):
         self._allow_all: dict[int, Automaton | None] = {}  # automata that allow everything, by number of rows
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests; those without a free slot wait for one."""
         self.admission.add(requests)
 
     def cancel(self, request: Request) -> None:
@@ -92,7 +93,7 @@ class OpenScheduler(Scheduler):
             runner.start_compiling(loops.decode, runner.weights, possible, unit, unit, plan=runner.plan)
         return state.replace(done_b=sharding.place(jnp.ones(self.slots.size, bool), runner.mesh))
 
-    def _make_batch(self, rows: Sequence[Request | None], capacity: int) -> Batch:
+    def _make_batch(self, rows: Sequence[Request | None], capacity: int, automaton: Automaton | None = None) -> Batch:
         """As in `Scheduler`, but rows without constraints share automata that are on the device."""
         if any(request and request.automaton for request in rows):
             return super()._make_batch(rows, capacity)
@@ -100,12 +101,14 @@ class OpenScheduler(Scheduler):
         self._allow_all[len(rows)] = batch.sampling.automaton
         return batch
 
-    def _decode(self, state: DecodeState, *limits: jax.Array) -> DecodeState:
+    def _run_rounds(self, max_rounds: int) -> None:
         """As in `Scheduler`, but without automata, whose tables are large, if no running answer has a constraint."""
         if any(request.automaton for request in self.slots.requests.values()):
-            return super()._decode(state, *limits)
-        automata = state.sampling.automaton, state.automaton_b
-        return replace_automata(super()._decode(replace_automata(state, None, None), *limits), *automata)
+            return super()._run_rounds(max_rounds)
+        automata = self.state.sampling.automaton, self.state.automaton_b
+        self.state = replace_automata(self.state, None, None)
+        super()._run_rounds(max_rounds)
+        self.state = replace_automata(self.state, *automata)
 
 
 def replace_automata(state: DecodeState, automaton: Automaton | None, automaton_b: jax.Array | None) -> DecodeState:

@@ -6,6 +6,7 @@ waiting requests is prefilled in a smaller batch and moved into their slots ("co
 Shape suffixes: b batch, a admitted sequences.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -18,21 +19,19 @@ from treeflash_jax.decoding.automaton import Automaton
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.admission import Admission, PrefillGroup
-from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, first_capacity, make_batch
+from treeflash_jax.engine.schedule.batching import Batch, SamplingSizes, make_batch
 from treeflash_jax.engine.schedule.prefill import Prefill, PrefixCaches
 from treeflash_jax.engine.schedule.runner import Runner
-from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.schedule.slots import Slots
 
 FindStopped = Callable[[list[int]], list[int]]
 
 
-class Scheduler:
+class Scheduler(ABC):
     """Decodes requests in the slots of one batch, by the compiled programs of one plan.
 
-    `submit` takes requests. `step` reads prompts or runs rounds. The caller then reads the answers of finished slots from
-    `state`, and releases the slots. Throughput comes first: an empty batch is filled at once, and rounds wait for prompts.
-    Caches have room for the prompts, and are doubled when an answer outgrows them.
+    `step` reads prompts or runs rounds. The caller then reads the answers of finished slots from `state`, and releases the
+    slots. Subclasses say when prompts are read: `CallScheduler` and `OpenScheduler`.
 
     Args:
       sizes: sizes of the requests' sampling settings.
@@ -50,8 +49,6 @@ class Scheduler:
         self.state: DecodeState | None = None
         self.num_reused = np.zeros(self.slots.size, int)
         self.is_interrupted = False
-        self._capacity = 0
-        self._session_caches: PrefixCaches | None = None  # caches of a session, for the first prompt
 
     @property
     def is_lost(self) -> bool:
@@ -63,20 +60,8 @@ class Scheduler:
         """True if a request waits or has a slot."""
         return bool(self.admission.waiting) or len(self.slots.free) < self.slots.size
 
-    def submit(self, requests: Sequence[Request], session: Session | None = None) -> None:
-        """Queues requests; those without a free slot wait for one.
-
-        Args:
-          session: session from whose caches the only request continues. The caches move to the scheduler.
-        """
-        self._capacity = max(self._capacity, first_capacity(self.runner.plan, requests))
-        if session is not None:
-            self._session_caches = session.take_caches(self.runner, requests[0], self._capacity)
-            self._capacity = self._session_caches.capacity if self._session_caches else self._capacity
-        self.admission.add(requests)
-
     def step(self, max_rounds: int, find_stopped: FindStopped = lambda slots: []) -> list[int]:
-        """Reads prompts, or runs up to `max_rounds` rounds; returns the slots of finished answers.
+        """Reads prompts or runs up to `max_rounds` rounds; returns the slots of finished answers.
 
         Args:
           find_stopped: function that returns, of some slots, those whose answers contain a stop string.
@@ -111,46 +96,9 @@ class Scheduler:
             self.is_interrupted = True
             yield sorted(self.slots.requests)
 
-    def compile_programs(self) -> None:
-        """Compiles the programs of the submitted requests without decoding, except those for larger caches."""
-        self._read_prompts()
-        self._run_rounds(0)
-        if self.admission.waiting:
-            self.slots.release(sorted(self.slots.requests)[: self.admission.refill_size])
-            self._read_prompts()
-
+    @abstractmethod
     def _advance(self, max_rounds: int) -> None:
-        """Reads the prompts of a group if one is due; otherwise runs rounds."""
-        if not self._read_prompts():
-            self._run_rounds(max_rounds)
-
-    def _read_prompts(self) -> bool:
-        """Reads the prompts of the next group, which then gets its slots. Returns False if no group is due."""
-        waiting = self.admission.waiting
-        fills_batch = not self.slots.requests and len(waiting) >= self.slots.size
-        if waiting and (self.state is None or fills_batch):
-            group = self._fill_batch()
-        elif self.admission.is_refill_due:
-            self._grow(self._capacity)
-            group = self.admission.make_group([None] * self.admission.num_next)
-            self._begin_prefill(group, self.state.capacity)
-        else:
-            return False
-        group.prefill.read_all()
-        self._admit(group)
-        return True
-
-    def _fill_batch(self) -> PrefillGroup:
-        """Begins a group for an empty batch: it has a row per slot, and its state becomes the state of the batch."""
-        prefixes, self._session_caches = self._session_caches, None
-        if self.state is not None:
-            self._capacity = max(self._capacity, self.state.capacity)
-            self.state = None  # frees its caches
-        count = min(self.slots.size, len(self.admission.waiting))
-        group = self.admission.make_group([None] * count, has_row_per_slot=True)
-        will_decode = any(request.settings.max_new_tokens for request in group.requests.values())
-        self._begin_prefill(group, self._capacity, prefixes, will_decode=will_decode)
-        return group
+        """Reads prompts, runs rounds, or does a part of both."""
 
     def _begin_prefill(
         self, group: PrefillGroup, capacity: int, prefixes: PrefixCaches | None = None, *, will_decode: bool = False
@@ -175,18 +123,23 @@ class Scheduler:
         """Runs rounds until enough sequences are done. First doubles caches that have no room for a round."""
         if np.max(sharding.to_host(self.state.end_b)) + self.runner.plan.path_length > self.state.capacity:
             self._grow(2 * self.state.capacity)
+        runner = self.runner
         limits = jax.device_put((np.int32(max_rounds), np.int32(self.admission.enough_done)))
-        self.state = self._decode(self.state, *limits)
-
-    def _decode(self, state: DecodeState, *limits: jax.Array) -> DecodeState:
-        """Returns the state after rounds up to these limits."""
-        return self.runner.call(loops.decode, self.runner.weights, state, *limits, plan=self.runner.plan)
+        self.state = runner.call(loops.decode, runner.weights, self.state, *limits, plan=runner.plan)
 
     def _grow(self, capacity: int) -> None:
         if self.state.capacity < capacity:
             self.state = self.runner.call(loops.grow_caches, self.state, capacity=capacity)
 
     def _make_batch(self, rows: Sequence[Request | None], capacity: int, automaton: Automaton | None = None) -> Batch:
+        """Pads the requests of rows into device arrays. Automata that are given replace those of the requests."""
         runner = self.runner
-        how = {"capacity": capacity, "dtype": runner.weights.dtype, "mesh": runner.mesh, "clock": runner.clock}
-        return make_batch(rows, self.sizes, **how, automaton=automaton)
+        return make_batch(
+            rows,
+            self.sizes,
+            capacity=capacity,
+            dtype=runner.weights.dtype,
+            mesh=runner.mesh,
+            clock=runner.clock,
+            automaton=automaton,
+        )
