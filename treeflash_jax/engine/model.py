@@ -5,6 +5,7 @@ together (schedule/, decoding/). Results are then read from the state of the bat
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, Unpack
@@ -17,32 +18,31 @@ from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import coerce, whole
 from treeflash_jax.core.error_text import warn
-from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.engine.answers.results import Chunk, Result, Results, Score, warn_of_low_tau, with_totals
 from treeflash_jax.engine.call.prompts import Prompt, as_list, encode, encode_each
 from treeflash_jax.engine.call.requests import Request, make_requests
 from treeflash_jax.engine.device_memory import device_bytes, footprint, refuse_if_too_large, usable_memory
-from treeflash_jax.engine.prepared_call import PreparedCall
+from treeflash_jax.engine.prepared_call import PreparedCall, call_weights
 from treeflash_jax.engine.schedule.batching import choose_batch_size, largest_caches
 from treeflash_jax.engine.schedule.session import Session
 from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
 from treeflash_jax.engine.settings.keywords import GenerateSettings
 from treeflash_jax.engine.settings.plan import resolve
 from treeflash_jax.engine.settings.recommended import take_recommended
-from treeflash_jax.formats import tree_selector_folder
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
 from treeflash_jax.models.config import ModelConfig
 
 
+@dataclass(eq=False, repr=False)
 class TreeFlash:
     """A verifier and its drafter, ready to generate.
 
     `generate`, `generate_each` and `stream` answer prompts. `encode`, `plan` and `prepare` return what these read and run.
-    `call_weights`, `check_memory` and `settings_and_requests` are for the server and for training, and may change.
+    `check_memory` and `settings_and_requests` are for the server and for training, and may change.
 
     Example:
       >>> import treeflash_jax as tf
@@ -62,24 +62,20 @@ class TreeFlash:
       recommended: content of the verifier's generation_config.json, for the setting `sampling="model"`.
     """
 
-    def __init__(
-        self,
-        verifier: ModelConfig,
-        weights: Weights,
-        *,
-        drafter: Drafter | None = None,
-        tokenizer: Tokenizer | None = None,
-        stop_ids: Sequence[int] = (),
-        mesh: Mesh | None = None,
-        names: tuple[str, str] = ("", ""),
-        recommended: Mapping[str, Any] | None = None,
-    ):
-        self.verifier, self.weights = verifier, weights
-        self.drafter, self.tokenizer = drafter, tokenizer
-        known = (*tokenizer.stop_ids, *find_format(tokenizer).stop_ids) if tokenizer else ()
-        self.stop_ids = tuple(sorted({*stop_ids, *known}))
-        self.mesh, self.device = mesh, sharding.device(mesh)
-        self.names, self.recommended = names, recommended or {}
+    verifier: ModelConfig
+    weights: Weights
+    _: KW_ONLY
+    drafter: Drafter | None = None
+    tokenizer: Tokenizer | None = None
+    stop_ids: Sequence[int] = ()
+    mesh: Mesh | None = None
+    names: tuple[str, str] = ("", "")
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = (*self.tokenizer.stop_ids, *find_format(self.tokenizer).stop_ids) if self.tokenizer else ()
+        self.stop_ids = tuple(sorted({*self.stop_ids, *known}))
+        self.device = sharding.device(self.mesh)
 
     def __repr__(self) -> str:
         def show(name: str, kind: str, weights: Any) -> str:
@@ -239,13 +235,6 @@ class TreeFlash:
         sequences = sharding.per_shard(batch_size, self.mesh)
         return resolve(config, self.verifier, self.drafter, dtype=self.dtype, device=self.device, sequences=sequences)
 
-    def call_weights(self, config: GenerateConfig, plan: DecodePlan) -> Weights:
-        """Returns the weights for a call's programs: the model's, and those of the call's processor and tree selector."""
-        processor = None if config.processor is None else processors.as_pytree(config.processor)
-        selector = None if plan.shape.selector is None else tree_selector_folder.load(config.selector, self.mesh)
-        processor = sharding.place(processor, self.mesh, over_batch=False)
-        return self.weights.replace(processor=processor, tree_selector=selector)
-
     def prepare(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -267,12 +256,21 @@ class TreeFlash:
             warn(f"decoding one token at a time (builder 'none' does so without this note): {plan.why_plain}")
         batch, capacity = largest_caches(plan, requests, batch_size, self.mesh)
         self.check_memory(batch=batch, capacity=capacity, drafts=plan.drafts, can_cut=for_session)
-        return PreparedCall(self, self.call_weights(config, plan), requests, plan, batch_size)
+        return PreparedCall(self, call_weights(self, config, plan), requests, plan, batch_size)
 
     def check_memory(self, *, batch: int, capacity: int, drafts: bool, can_cut: bool) -> None:
         """Raises ValueError if weights and caches do not fit on the devices; `footprint` describes the arguments."""
-        sizes = {"batch": batch, "capacity": capacity, "drafts": drafts, "can_cut": can_cut, "dtype": self.dtype}
-        needs = footprint(self.verifier, self.drafter, mesh=self.mesh, weight_bytes=self._weight_bytes, **sizes)
+        needs = footprint(
+            self.verifier,
+            self.drafter,
+            dtype=self.dtype,
+            mesh=self.mesh,
+            batch=batch,
+            capacity=capacity,
+            drafts=drafts,
+            can_cut=can_cut,
+            weight_bytes=self._weight_bytes,
+        )
         refuse_if_too_large(needs, usable_memory(self.mesh), self.mesh)
 
     @cached_property
@@ -296,5 +294,13 @@ class TreeFlash:
             config, note = take_recommended(config, self.recommended, settings)
             warn(note)
         ids = encode_each(as_list(prompts), self.tokenizer)
-        how = {"tokenizer": self.tokenizer, "stop_ids": self.stop_ids, "indices": indices, "automata": automata}
-        return config, make_requests(ids, config, self.verifier, self.drafter, **how)
+        return config, make_requests(
+            ids,
+            config,
+            self.verifier,
+            self.drafter,
+            tokenizer=self.tokenizer,
+            stop_ids=self.stop_ids,
+            indices=indices,
+            automata=automata,
+        )

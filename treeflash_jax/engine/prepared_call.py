@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
+from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.engine.answers.answering_model import AnsweringModel
 from treeflash_jax.engine.answers.result_reader import ResultReader
@@ -12,9 +14,20 @@ from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.call_scheduler import CallScheduler
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.session import Session
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.formats import tree_selector_folder
 
 ROUNDS_PER_DISPATCH = 256  # Ctrl-C waits for a dispatch
 ROUNDS_PER_STOP_CHECK = 8  # the host searches for stop strings between dispatches
+
+
+def call_weights(model: AnsweringModel, config: GenerateConfig, plan: DecodePlan) -> Weights:
+    """Returns the weights for a call's programs: the model's, and those of the call's processor and tree selector."""
+    processor = None if config.processor is None else processors.as_pytree(config.processor)
+    return model.weights.replace(
+        processor=sharding.place(processor, model.mesh, over_batch=False),
+        tree_selector=None if plan.shape.selector is None else tree_selector_folder.load(config.selector, model.mesh),
+    )
 
 
 @dataclass(frozen=True)
@@ -22,7 +35,7 @@ class PreparedCall:
     """A validated call of a model.
 
     Attributes:
-      weights: weights of the model and of the call's settings (`TreeFlash.call_weights`).
+      weights: weights of the model and of the call's settings (`call_weights`).
       requests: one request per prompt and sample.
       batch_size: number of sequences decoded together.
     """

@@ -15,6 +15,7 @@ from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.prepared_call import call_weights
 from treeflash_jax.engine.schedule.batching import refill_size
 from treeflash_jax.engine.schedule.open_scheduler import OpenScheduler
 from treeflash_jax.engine.schedule.prefixes import LEAST_REUSED
@@ -114,7 +115,7 @@ class Worker(threading.Thread):
         capacity = -(-(self.request_maker.context + room) // CAPACITY_STEP) * CAPACITY_STEP
         sequences = slots + refill_size(slots) + (1 if options.ui else 0)  # the last one is for trees that the page draws
         model.check_memory(batch=sequences, capacity=capacity, drafts=plan.drafts, can_cut=True)
-        runner = Runner(plan, model.call_weights(config, plan), model.mesh, can_cut=True)
+        runner = Runner(plan, call_weights(model, config, plan), model.mesh, can_cut=True)
         self._scheduler = OpenScheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity)
         self._reader = ResultReader(self._scheduler, model)
         metrics.watch(

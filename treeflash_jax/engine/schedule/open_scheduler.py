@@ -86,8 +86,16 @@ class OpenScheduler(Scheduler):
         """Returns the state without requests, and begins to compile the programs of its rounds."""
         runner = self.runner
         batch = self._make_batch([None] * self.slots.size, self._capacity)
-        static = {"plan": runner.plan.shared, "dtype": runner.weights.dtype, "can_cut": runner.can_cut}
-        state = runner.call(loops.init_state, *batch, None, None, runner.weights.processor, **static)
+        state = runner.call(
+            loops.init_state,
+            *batch,
+            None,
+            None,
+            runner.weights.processor,
+            plan=runner.plan.shared,
+            dtype=runner.weights.dtype,
+            can_cut=runner.can_cut,
+        )
         unit = jax.device_put(np.int32(1))
         for possible in (replace_automata(state, None, None), state):
             runner.start_compiling(loops.decode, runner.weights, possible, unit, unit, plan=runner.plan)
