@@ -131,6 +131,7 @@ raise SystemExit(main("generate --verifier tiny --prompt-ids 3 --max-new-tokens 
 """
 
 
+@pytest.mark.slow
 def test_loading_changes_no_setting_of_jax(tmp_path):
     assert run(tmp_path, LIBRARY.format(mesh=None)) == {} and not list(tmp_path.iterdir())
 

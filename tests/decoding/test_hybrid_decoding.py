@@ -117,13 +117,8 @@ def test_a_broken_rule_is_seen(float64, monkeypatch, index, broken):
     assert drafted[0].ids != reference[0].ids
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        slow_unless(name == "gemma4_edge", name)
-        for name in ("gpt_oss", "qwen3_5_moe", "qwen3_5_text", "gemma4", "gemma4_moe", "gemma4_edge")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe", "qwen3_5_text", "gemma4", "gemma4_moe", "gemma4_edge"])
 def test_greedy_answers_are_those_of_transformers(float64, name):
     """With a random block drafter, three prompts together."""
     folder = DATA / "hybrid" / name

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import slow, slow_unless
+from answers import slow_unless
 from conftest import DATA, needs_8_devices
 
 from treeflash_jax.core import parameters, sharding
@@ -185,7 +185,9 @@ def test_merged_weights_compute_the_same(float64, name):
 
 
 @needs_8_devices
-@pytest.mark.parametrize(("scheme", "ways"), [("int8", 2), slow(None, 2), slow(None, 4), slow("int8", 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize("ways", [2, 4])
 def test_merged_weights_of_a_mesh_compute_the_same(float64, ways, scheme):
     """Each of two devices has one key head. Four devices do not divide the key heads."""
     config, _, expected = load("qwen3_5", jnp.float64)
@@ -230,8 +232,9 @@ def widen_all(params: Any, config: ModelConfig) -> Any:
     return jax.tree.map(widened, decoder.specs(config), params, is_leaf=parameters.is_spec)
 
 
-@pytest.mark.parametrize("scheme", ["fp8", slow("int8")])
-@pytest.mark.parametrize("name", [slow("gemma4_moe"), "gemma4_edge"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["gemma4_moe", "gemma4_edge"])
 def test_quantised_gemma(name, scheme):
     """Answers are those of the rounded numbers, and nearly those of the file. Blocks of FP8 span heads."""
     config, _, expected = load(name)

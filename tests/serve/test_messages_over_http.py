@@ -99,6 +99,7 @@ def test_stops_prefills_and_the_end_of_the_context(claude, client):
     assert usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens == CONTEXT
 
 
+@pytest.mark.slow
 def test_a_forced_call_and_its_result(server, claude):
     """The constraint makes the answer a call; its result goes back with it."""
     given = GIVEN | {"max_tokens": 60, "tools": [ADD, ADD | {"name": "sub"}]}
