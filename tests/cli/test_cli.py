@@ -123,6 +123,9 @@ def heard(monkeypatch, tiny):
 @pytest.mark.parametrize("arguments, typed, expected", [
     ("Why is the sky blue", "", ["Why is the sky blue"]),
     ("Why is --nodes 8 the sky --seed 1 blue", "", ["Why is the sky blue"]),
+    ("'What is' --nodes 8 '-5 + 3?'", "", ["What is", "-5 + 3?"]),
+    ("Negate --nodes 8 -5 -- -x --seed", "", ["Negate -5 -x --seed"]),
+    ("Translate: --nodes 8 -", "piped", ["Translate:\npiped"]),
     ("--nodes 8 hello --prompt-ids '3 4' --chat hi --prompt raw", "", ["hello", tf.Text("raw"), HI, [3, 4]]),
     ("", "piped text\n", ["piped text"]),
     ("-", "piped\n\n", ["piped\n"]),
