@@ -15,7 +15,8 @@ from toy_training import read_lines, write_lines
 
 import treeflash_jax as tf
 from treeflash_jax.bench import bench_records, harness, report, run
-from treeflash_jax.bench.harness import Peer
+from treeflash_jax.bench.harness import Peer, System
+from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.cli import commands
 from treeflash_jax.cli.commands import main
@@ -133,14 +134,26 @@ def test_answers_that_differ_fail_unless_it_is_at_a_near_tie(fake, small, tmp_pa
     assert "tokens compared" not in capsys.readouterr().out
 
 
-def test_differences_are_judged_by_the_filters_of_the_run(fake, small, tmp_path, monkeypatch):
+def test_differences_are_judged_and_recorded_by_all_sampling_settings_of_the_run(fake, tiny, tmp_path, monkeypatch):
     asked, tie = [], comparison.Divergence(index=2, drafted=9, plain=7, gap=0.0, near_tie=True)
-    monkeypatch.setattr(harness, "find_divergence", lambda model, request, *ids: asked.append(request) or tie)
+    monkeypatch.setattr(harness, "find_divergence", lambda _, *arguments: asked.append(arguments) or tie)
     fake.ids = lambda config: [5, 6, 7, 8] if config.builder == "none" else [5, 6, 9, 8]
-    sampled = "--systems ar treeflash --temperature 0.5 --top-k 5 --top-p 0.9".split()
-    bench(tmp_path / "out.jsonl", *small, *sampled)
-    settings = [request.settings for request in asked]
-    assert [(own.temperature, own.top_k, own.top_p) for own in settings] == 2 * [(0.5, 5, 0.9)]
+    sampling = {"top_k": 5, "min_p": 0.1, "logit_bias": {3: 1.0}, "min_new_tokens": 2, "stop": ("x",), "stop_ids": (4, 2)}
+    config = tf.GenerateConfig(max_new_tokens=8, batch_size=1, processor=lambda logits, _: logits, **sampling)
+    systems = [System(name=name, model=tiny, config=replace(config, builder=name)) for name in ("none", "best-first")]
+    prompt = BenchPrompt(id="1", turns=(FIRST,))
+    records = list(harness.measure(systems, [prompt], temperatures=[0.5], seeds=[3]))
+    [(request, drafted, plain, processor)] = asked
+    judged = {name: getattr(request.settings, name) for name in ("temperature", "seed", *sampling)}
+    assert judged == sampling | {"temperature": 0.5, "seed": prompt.seed(3)} and request.index == 0
+    assert (drafted, plain) == ([5, 6, 9, 8], [5, 6, 7, 8]) and processor is not None
+    recorded = sampling | {"logit_bias": {"3": 1.0}, "stop": ["x"], "stop_ids": [4, 2], "top_p": 1.0}
+    assert all(recorded.items() <= record["settings"].items() for record in records)
+    read = bench_records.read_records(write_lines(tmp_path / "out.jsonl", records))
+    bench_records.check_one_run([*read, *records], "out.jsonl")
+    del read[0]["settings"]["min_p"]
+    refused(lambda: bench_records.check_one_run(read, "out.jsonl"), "got min_p 0.1, but None in earlier records")
+    assert report.summarise(records)["settings"].items() >= recorded.items()
 
 
 def test_a_batch_shares_its_seconds(fake, small, tmp_path):

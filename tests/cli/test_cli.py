@@ -9,6 +9,7 @@ import re
 import shlex
 from dataclasses import fields, replace
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +20,14 @@ from refusals import mistake, refused
 
 import treeflash_jax as tf
 from treeflash_jax.bench import verdicts
-from treeflash_jax.cli import commands, demo
+from treeflash_jax.cli import chat_commands, commands, demo
 from treeflash_jax.cli.chat_commands import parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts, read_chats
 from treeflash_jax.core.setting_options import option_values
 from treeflash_jax.core.settings import default_text
 from treeflash_jax.engine import comparison, loading
+from treeflash_jax.engine.settings.generate_config import RETURNED
 from treeflash_jax.formats import hub
 
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
@@ -39,7 +41,8 @@ def test_generate_gives_the_published_ids(capsys, builder):
     expected, settings = np.load(PAIR / "expected.npz"), json.loads((PAIR / "settings.json").read_text())
     prompt = expected["prompt"][0]
     arguments = ["generate", *MODEL, "--prompt-ids", " ".join(map(str, prompt)), "--builder", builder, "--json"]
-    arguments += ["--log-probs", "--stop-ids", "2", "--max-new-tokens", str(settings["max_new_tokens"])]
+    arguments += ["--log-probs", "--top-log-probs", "2", "--prompt-log-probs", "--expected-lengths"]
+    arguments += ["--stop-ids", "2", "--max-new-tokens", str(settings["max_new_tokens"])]
     if builder != "none":
         arguments += ["--ngrams", "0", "--candidates", str(settings["top_m"])]
         arguments += ["--children", str(settings["top_k"]), "--nodes", str(settings["tree_size"])]
@@ -51,7 +54,11 @@ def test_generate_gives_the_published_ids(capsys, builder):
         *before, last = record["accept_lengths"]
         assert [*before, last + record["cut"]] == expected[f"{key}_accept"].tolist()
         assert record["tau"] == pytest.approx(np.mean(record["accept_lengths"]))
+        assert len(record["expected_lengths"]) == len(record["accept_lengths"])
     assert len(record["log_probs"]) == len(record["ids"]) and max(record["log_probs"]) <= 0
+    assert [len(pairs) for pairs in record["top_log_probs"]] == [2] * len(record["ids"])
+    score = record["prompt_score"]
+    assert score["ids"] == prompt.tolist() and score["log_probs"][0] is None and max(score["log_probs"][1:]) <= 0
     assert record["tokens_per_second"] > 0 and record["compile_seconds"] > 0
 
 
@@ -104,6 +111,12 @@ def test_unknown_words_name_what_was_meant(capsys, arguments, meant):
     mistake(capsys, main, arguments, f"did you mean {meant}?")
 
 
+def test_results_that_no_other_command_shows_are_options_of_generate_alone(capsys):
+    for command, name in product(("chat", "check", "serve"), RETURNED):
+        mistake(capsys, main, [command, f"--{name.replace('_', '-')}"], "unrecognized option")
+    assert not {*RETURNED} & {*chat_commands.SETTINGS}
+
+
 @pytest.fixture
 def heard(monkeypatch, tiny):
     """Prompts that reach `generate` or `stream`, and the arguments of `load`."""
@@ -123,6 +136,9 @@ def heard(monkeypatch, tiny):
 @pytest.mark.parametrize("arguments, typed, expected", [
     ("Why is the sky blue", "", ["Why is the sky blue"]),
     ("Why is --nodes 8 the sky --seed 1 blue", "", ["Why is the sky blue"]),
+    ("'What is' --nodes 8 '-5 + 3?'", "", ["What is", "-5 + 3?"]),
+    ("Negate --nodes 8 -5 -- -x --seed", "", ["Negate -5 -x --seed"]),
+    ("Translate: --nodes 8 -", "piped", ["Translate:\npiped"]),
     ("--nodes 8 hello --prompt-ids '3 4' --chat hi --prompt raw", "", ["hello", tf.Text("raw"), HI, [3, 4]]),
     ("", "piped text\n", ["piped text"]),
     ("-", "piped\n\n", ["piped\n"]),
@@ -230,7 +246,8 @@ def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first
         main(["generate", "--help-all"])
     text = capsys.readouterr().out
     shown = re.sub(r"-|\s", "", text)  # lines are broken at spaces and hyphens
-    assert "onlythisshowslogprobsandexpectedlengths" in shown
+    requested = text.split("results on request (shown by --json):\n")[1]
+    assert re.findall(r"^  --([a-z-]+)", requested, flags=re.MULTILINE) == [name.replace("_", "-") for name in RETURNED]
     for field in (field for field in fields(tf.GenerateConfig) if field.name != "processor"):
         about = field.metadata["help"] + (f" (default: {default_text(field)})" if default_text(field) else "")
         assert re.sub(r"-|\s|_", "", field.name) in shown and re.sub(r"-|\s", "", about) in shown

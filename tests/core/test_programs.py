@@ -161,12 +161,12 @@ def test_a_program_that_could_not_be_compiled_is_compiled_again(monkeypatch):
 
 
 def test_only_rounds_are_compiled_with_the_options_of_rounds(monkeypatch):
+    assert programs.ROUND_FUNCTIONS == {loops.decode}
     rounds = jax.jit(lambda x: x + 1)
-    rounds.runs_rounds = True
+    monkeypatch.setattr(programs, "ROUND_FUNCTIONS", {rounds})
     tpu, x = devices.Device("tpu"), jnp.arange(3)
     assert tpu.compiler_options == {} and tpu.decoding_options == {"xla_tpu_offload_gather_to_sparsecore": "false"}
     monkeypatch.setattr(devices.Device, "decoding_options", {"no_such_option": "1"})
     assert programs.call(jax.jit(lambda x: x + 1), x).tolist() == [1, 2, 3]
     with pytest.raises(Exception, match="no_such_option"):
         programs.call(rounds, x)
-    assert loops.decode.runs_rounds

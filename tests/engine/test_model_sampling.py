@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from copy import copy
 
 import pytest
 from conftest import FOLDERS
@@ -41,11 +42,14 @@ def test_a_call_samples_as_its_model_recommends(tmp_path, caplog, capsys):
     (folder / "generation_config.json").write_text(json.dumps(QWEN | {"top_p": 0.8}))
     model, prompt = tf.load(folder), [3, 4, 5, 6]
     own = {name: QWEN[name] for name in ("temperature", "top_k", "repetition_penalty")} | {"top_p": 0.8}
+    other = copy(model)
+    other.names = ("other", "")
     [asked] = model.generate([prompt], sampling="model", seed=3, max_new_tokens=30)
-    [plain] = model.generate([prompt], sampling="model", seed=4, max_new_tokens=30)
+    [plain] = other.generate([prompt], sampling="model", seed=4, max_new_tokens=30)
+    other.generate([prompt], sampling="model", seed=4, max_new_tokens=30)
     assert asked.ids == model.generate([prompt], **own, seed=3, max_new_tokens=30)[0].ids != plain.ids
     notes = [record.getMessage() for record in caplog.records if "generation_config" in record.getMessage()]
-    assert len(notes) == 1 and "top_p 0.8" in notes[0]
+    assert [note.partition(": sampling")[0] for note in notes] == [str(folder), "other"] and "top_p 0.8" in notes[0]
     assert model.generate([prompt], max_new_tokens=30)[0].ids == model.generate([prompt], seed=9, max_new_tokens=30)[0].ids
     words = "--sampling model --seed 3 --max-new-tokens 30 --prompt-ids".split()
     assert main(["generate", "--verifier", str(folder), "--dtype", "float32", *words, "3 4 5 6"]) == 0

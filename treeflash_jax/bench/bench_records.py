@@ -14,13 +14,18 @@ import treeflash_jax as tf
 from treeflash_jax.core import files
 from treeflash_jax.core.error_text import clipped, quoted
 from treeflash_jax.core.json_files import read_json, read_jsonl
+from treeflash_jax.core.settings import field_names
 
 BenchRecord = dict[str, Any]
 
 SCHEMA = 4
-# Settings that must be equal in all records of a file. Other settings differ between systems. Temperature and seed may
-# vary.
-SHARED_SETTINGS = "verifier template quantize max_new_tokens batch_size top_k top_p stop_ids attention".split()
+VARYING = ("temperature", "seed", "processor")  # the first two differ between records, the third is a function
+CALL_SETTINGS = [name for name in field_names(tf.GenerateConfig, "sampling") if name not in VARYING]
+CALL_SETTINGS += ["batch_size", "attention"]
+# In every record; other settings of CALL_SETTINGS only if they differ from their defaults.
+RECORDED = ("max_new_tokens", "top_k", "top_p", "stop_ids", "batch_size", "attention")
+# Settings that must be equal in all records of a file. Other settings differ between systems.
+SHARED_SETTINGS = ["verifier", "template", "quantize", *CALL_SETTINGS]
 PEER = "another program"  # value of "builder" for systems that are other programs
 RECORD_START = b'{"schema": '  # start of every line of results
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import treeflash_jax as tf
 from treeflash_jax.bench.bench_records import (
+    CALL_SETTINGS,
     PEER,
+    RECORDED,
     SCHEMA,
     BenchRecord,
     environment,
@@ -29,14 +31,13 @@ from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.bench.verdicts import explain
 from treeflash_jax.core.error_text import logger
 from treeflash_jax.core.json_files import parse_json
+from treeflash_jax.core.settings import changed
 from treeflash_jax.engine.answers.results import LOW_TAU_QUESTION
 from treeflash_jax.engine.call.prompts import Prompt
-from treeflash_jax.engine.call.requests import Request, find_stops
+from treeflash_jax.engine.call.requests import find_stops
 from treeflash_jax.engine.comparison import FAIL, ROUNDING, find_divergence
 from treeflash_jax.engine.settings.defaults import describe_drafter_temperature
 from treeflash_jax.formats.answer_text import AnswerText
-
-SHOWN = "max_new_tokens batch_size top_k top_p stop_ids attention".split()
 
 
 def is_shown(record: logging.LogRecord) -> bool:
@@ -79,9 +80,9 @@ class System:
         model, config, plan = self.model, self.config, self.model.plan(self.config)
         settings: dict[str, Any] = {"verifier": model.names[0], "dtype": str(model.dtype), "quantize": model.quantize}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
-        settings |= describe_tree(plan) | {name: getattr(config, name) for name in SHOWN}
+        names = [name for name in CALL_SETTINGS if name in RECORDED or name in changed(config)]
+        settings |= describe_tree(plan) | json.loads(json.dumps({name: getattr(config, name) for name in names}))
         settings["batch_size"] = config.batch_size or 1
-        settings["stop_ids"] = config.stop_ids and list(config.stop_ids)
         if not plan.drafts:
             return settings | dict.fromkeys(("drafter", "drafter_temperature", "nodes", "acceptance"))
         temperature = config.drafter_temperature or describe_drafter_temperature(model.drafter)
@@ -186,7 +187,7 @@ def measure(
                     continue
                 record = make_record(system, prompt, results, temperature, seed)
                 others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
-                record["differences"] = find_differences(system.model, record, filter(None, others), prompt, results)
+                record["differences"] = find_differences(system, record, filter(None, others), prompt, results)
                 records[record_key(record)] = record
                 yield record
             notify(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
@@ -224,27 +225,27 @@ def make_record(
 
 
 def find_differences(
-    model: tf.TreeFlash,
+    system: System,
     record: BenchRecord,
     others: Iterable[BenchRecord],
     prompt: BenchPrompt,
     results: Sequence[tf.Result],
 ) -> dict[str, dict[str, Any]]:
-    """Compares a drafted answer with the one-token answers to the same prompt, and prints how they differ.
+    """Compares a drafted answer with one-token answers to the same prompt, or the reverse, and prints the differences.
 
     Returns {"turn"} and the fields of `Divergence` for each system with a different answer.
     """
     differing, settings = {}, record["settings"]
-    sampling = {name: settings[name] for name in ("temperature", "top_k", "top_p")}
+    config = replace(system.config, temperature=settings["temperature"], seed=prompt.seed(settings["seed"]))
     for other in others:
         if is_comparable(record, other) and record["ids"] != other["ids"]:
             turn = next(i for i, (a, b) in enumerate(zip(record["ids"], other["ids"], strict=True)) if a != b)
             drafted, plain = (other, record) if settings["builder"] == "none" else (record, other)
-            config = tf.GenerateConfig(seed=prompt.seed(settings["seed"]), stop_ids=(), **sampling)
-            request = Request(ids=results[turn].prompt_ids, settings=config)
-            difference = find_divergence(model, request, drafted["ids"][turn], plain["ids"][turn])
+            call = system.model.prepare([results[turn].prompt_ids], config, indices=[0])
+            ids = drafted["ids"][turn], plain["ids"][turn]
+            difference = find_divergence(system.model, *call.requests, *ids, call.weights.processor)
             differing[other["system"]] = {"turn": turn, **asdict(difference)}
             names = " and ".join(sorted((record["system"], other["system"])))
-            text = f"{names} from token {difference.index} on: {explain(difference, model.dtype)}"
+            text = f"{names} from token {difference.index} on: {explain(difference, system.model.dtype)}"
             print_progress(f"{ROUNDING if difference.near_tie else FAIL}: prompt {record['prompt_id']}, {text}")
     return differing

@@ -86,7 +86,7 @@ def summarise(records: Sequence[BenchRecord], *, against: str | None = None) -> 
         names = sorted({entry["system"] for entry in entries})
         raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
     first = records[0]
-    settings = {name: first["settings"][name] for name in (*SHARED_SETTINGS, "dtype")}
+    settings = {name: value for name, value in first["settings"].items() if name in (*SHARED_SETTINGS, "dtype")}
     return {"settings": settings, "versions": first["versions"], "hardware": first["hardware"], "systems": entries}
 
 

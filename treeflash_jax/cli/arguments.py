@@ -36,14 +36,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
-        for word in unknown:
-            if word.startswith("-"):
+        end = unknown.index("--") if "--" in unknown else len(unknown)  # only words follow "--"
+        for word in unknown[:end]:
+            if self._parse_optional(word):
                 name = word.partition("=")[0].lstrip("-").replace("-", "_")
                 if name in self.refused:
                     self.error(f"{word.partition('=')[0]} {self.refused[name]}")
                 self.error(f"unrecognized option {word}{self._did_you_mean(name)}")
         if hasattr(namespace, "words"):
-            namespace.words, unknown = namespace.words + unknown, []
+            namespace.words, unknown = namespace.words + unknown[:end] + unknown[end + 1 :], []
         return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -18,7 +18,7 @@ from treeflash_jax.core.settings import coerce_field, field_names
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.session import Session
-from treeflash_jax.engine.settings.generate_config import REFUSED, GenerateConfig
+from treeflash_jax.engine.settings.generate_config import REFUSED, RETURNED, GenerateConfig
 
 COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # does not match /usr/bin or // in pasted text
 QUIT = ("/quit", "/exit")  # turns that end a conversation
@@ -26,7 +26,7 @@ SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value
 HELLO = {"role": "user", "content": "Hello"}
 LEAST_ROOM = 128  # context and memory must have room for this number of answer tokens
 # Settings that have no use here: a conversation has one answer at a time, and shows only text.
-NOT_IN_CHAT = ("samples", "batch_size", "log_probs", "top_log_probs", "expected_lengths")
+NOT_IN_CHAT = ("samples", "batch_size", *RETURNED)
 SETTINGS = [name for name in field_names(GenerateConfig) if name not in (*NOT_IN_CHAT, "processor")]
 
 

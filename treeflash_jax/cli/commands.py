@@ -7,6 +7,7 @@ import logging
 import sys
 import textwrap
 from collections import Counter
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.comparison import FAIL, IDENTICAL, ROUNDING, compare_decodings
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
-from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.generate_config import RETURNED, GenerateConfig
 from treeflash_jax.engine.settings.model_options import load_arguments
 from treeflash_jax.formats import dialects, gguf_reader, model_files
 from treeflash_jax.serve.options import ServeOptions
@@ -85,8 +86,7 @@ def _generate_options(parser: Parser) -> None:
     """Answers prompts, by default with smollm2 if present, otherwise with tiny."""
     add_prompts(parser)
     output = add_settings(parser)
-    help = "print one JSON object per answer, with all results; only this shows --log-probs and --expected-lengths"
-    output.add_argument("--json", action="store_true", help=help)
+    output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all results")
 
 
 def _chat_options(parser: Parser) -> None:
@@ -102,7 +102,7 @@ def _check_options(parser: Parser) -> None:
     equal that rounding decides between them. Any other difference is an error; the exit status is then 1.
     """
     add_prompts(parser)
-    output = add_settings(parser, without=("samples", "log_probs", "top_log_probs", "expected_lengths"))
+    output = add_settings(parser, without=("samples", *RETURNED))
     output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
 
@@ -126,14 +126,9 @@ def _serve_options(parser: Parser) -> None:
     """
     chosen = [*field_names(GenerateConfig, "drafting", "tree", "running"), "schema_depth"]
     without = [name for name in field_names(GenerateConfig) if name not in chosen]
-    without += ["batch_size", "log_probs", "top_log_probs", "expected_lengths", "schema_states"]  # serve defines the last
-    output = add_settings(parser, without=without)
+    output = add_settings(parser, without=[*without, "batch_size", "schema_states"])  # serve defines the last
     output.title = "server"
     add_options(output, ServeOptions)
-
-
-PRINTED = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished".split()
-PRINTED += ["log_probs", "top_log_probs", "expected_lengths"]  # printed for answers that have them
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -142,9 +137,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         results = model.generate(prompts, **settings)
         for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
-            values = {name: getattr(result, name) for name in PRINTED}
+            values = {field.name: getattr(result, field.name) for field in fields(Result) if field.repr}
             given = {name: value for name, value in values.items() if value is not None}
-            print(json.dumps({"prompt": prompt, "sample": sample, **given}))
+            print(json.dumps({"prompt": prompt, "sample": sample, **given, "tau": result.tau}, default=asdict))
     elif len(prompts) == 1 and settings.get("samples", 1) == 1 and model.tokenizer:
         results = [_stream(model, prompts, settings)]
     else:

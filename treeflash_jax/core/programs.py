@@ -31,6 +31,7 @@ MOST_PROGRAMS = 256
 # Linux gives a process 65,530 memory maps, and a program for the CPU uses some 850. XLA crashes if none is left.
 MOST_MAPS = 40_000
 KEPT_SECONDS = 0.1  # commands store a program on disk if compiling it takes at least this long
+ROUND_FUNCTIONS: set[Wrapped] = set()  # jitted functions that run rounds
 
 
 @dataclass(eq=False)
@@ -195,13 +196,13 @@ def check_process() -> None:
 def compile_lowered(lowered: Lowered, mesh: Mesh | None, function: Wrapped | None = None) -> Compiled:
     """Compiles a program, or reads it from JAX's cache. Programs of several CPU devices are never stored there.
 
-    If the function has the attribute `runs_rounds` and it is true, the device's options for rounds apply.
+    The device's options for rounds apply to a function in ROUND_FUNCTIONS.
 
     XLA:CPU may start the collectives of a cached program in a different order on each device; the devices then wait for
     each other for ever. The JAX setting that prevents storing is restored afterwards.
     """
     device = sharding.device(mesh)
-    options = device.decoding_options if getattr(function, "runs_rounds", False) else device.compiler_options
+    options = device.decoding_options if function in ROUND_FUNCTIONS else device.compiler_options
     if mesh is None or mesh.size == 1 or not device.is_cpu:
         return lowered.compile(options)
     with _unstored:

@@ -23,7 +23,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from treeflash_jax import trees
-from treeflash_jax.core import sharding
+from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import processors, rounds
 from treeflash_jax.decoding.emitting import emit_first_token
 from treeflash_jax.decoding.scoring import score_tokens
@@ -235,7 +235,7 @@ def decode(
     return lax.while_loop(goes_on, step, (pin(state), jnp.zeros_like(max_rounds)))[0]
 
 
-decode.runs_rounds = True  # for `programs.compile_lowered`
+programs.ROUND_FUNCTIONS.add(decode)
 
 
 @partial(jax.jit, donate_argnames=("state",))

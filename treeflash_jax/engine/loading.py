@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.core.checks import coerce, expect, refuse_unknown
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.error_text import clipping, warn
+from treeflash_jax.core.error_text import clipping, logger
 from treeflash_jax.core.settings import field_names
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Drafter
@@ -185,10 +185,10 @@ def _fit_drafter(pair: _Pair, thinking: bool) -> Drafter | None:
     drafter = draft_vocabulary.limit(pair.drafter.config.fitted(verifier), pair.drafter.path, verifier.vocab_size)
     if drafter.thinking != EITHER and bool(drafter.thinking) != thinking:
         states = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
-        warn(f"the drafter {states[drafter.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
+        logger.warning(f"the drafter {states[drafter.thinking]} thinking, and thinking is {thinking}: tau may be far lower")
     if drafter.max_positions is not None and drafter.max_positions < verifier.max_positions:
         most = f"{drafter.max_positions:,} tokens, less than the verifier's {verifier.max_positions:,}"
-        warn(f"the drafter's context is {most}: tau may be far lower in longer texts")
+        logger.warning(f"the drafter's context is {most}: tau may be far lower in longer texts")
     return drafter
 
 

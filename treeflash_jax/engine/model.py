@@ -292,7 +292,7 @@ class TreeFlash:
         config = with_settings(config, settings)
         if config.sampling == "model":
             config, note = take_recommended(config, self.recommended, settings)
-            warn(note)
+            warn(f"{self.names[0] or 'the model'}: {note}")  # chats and servers come here for every answer
         ids = encode_each(as_list(prompts), self.tokenizer)
         return config, make_requests(
             ids,

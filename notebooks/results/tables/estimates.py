@@ -60,9 +60,20 @@ def tpu_models() -> str:
 
 
 @shown
+def tau_nodes() -> str:
+    """Formats the tau of `tiny` and the estimate of a round by nodes, over those of 64 nodes."""
+    results, rows = read("tau_nodes.json"), []
+    for nodes, result in results.items():
+        over = f"{result['tau'] / results['64']['tau']:.2f}"
+        rows.append([nodes, f"{result['tau']:.2f}", over, result["round"]["v5e"], result["round"]["v6e"]])
+    names = "tau, tiny pair, T = 0 | over 64 nodes | round, v5e, over 64 nodes | round, v6e, over 64 nodes"
+    return table(f"nodes | {names}", rows)
+
+
+@shown
 def tpu_nodes() -> str:
     """Formats the compiler's estimates of rounds by sequences and nodes, and tokens per second by the tau of `tiny`."""
-    tau = {1: 1.0, 16: 4.59, 32: 5.01, 64: 5.82}  # stands in the other table of the section
+    tau = {1: 1.0} | {int(nodes): result["tau"] for nodes, result in read("tau_nodes.json").items()}
     rows, steps = [], {}
     for result in read("tpu_nodes.json").values():
         place = result["topology"].partition(":")[0], result["context"], result["batch"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from treeflash_jax.core import sharding
-from treeflash_jax.core.error_text import warn
+from treeflash_jax.core.error_text import logger
 from treeflash_jax.decoding.processors import processor_name
 from treeflash_jax.decoding.state import LogProbs
 from treeflash_jax.engine.answers.answering_model import AnsweringModel
@@ -212,7 +212,7 @@ def _explain_no_token(request: Request, index: int, processor: Any) -> None:
     if processor is None:
         raise ValueError(f"got NaN as logits of token {index} of an answer, expected numbers: {DAMAGED}")
     prompt = request.number // request.settings.samples
-    warn(
+    logger.warning(
         f"prompt {prompt}: processor {processor_name(processor)} left no logit above -inf for token {index} of the answer, "
         "which ends there; allow at least one token, for example a stop id"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from html import escape
 
 from treeflash_jax.core.checks import whole
-from treeflash_jax.core.error_text import warn
+from treeflash_jax.core.error_text import logger
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
@@ -168,4 +168,4 @@ def warn_of_low_tau(results: Sequence[Result]) -> None:
     rounds = [length for result in results for length in result.accepted_before_cut]
     tau = sum(rounds) / len(rounds) if rounds else 1.0
     if len(rounds) >= LOW_TAU_ROUNDS and tau < LOW_TAU:
-        warn(f"tau is {tau:.2f} over {len(rounds)} rounds, expected above {LOW_TAU}: {LOW_TAU_QUESTION}")
+        logger.warning(f"tau is {tau:.2f} over {len(rounds)} rounds, expected above {LOW_TAU}: {LOW_TAU_QUESTION}")

@@ -37,6 +37,7 @@ SECTIONS = {  # titles in help texts
     "drafting": "drafting (affects the speed, never the distribution of the output)",
     "tree": "tree (affects the speed, never the distribution of the output)",
     "running": "running",
+    "returned": "results on request (shown by --json)",
 }
 LIST_SETTINGS = ("stop", "stop_ids", "choices")  # settings whose value for one prompt is a list
 sampling_setting = partial(setting, section="sampling")
@@ -47,6 +48,7 @@ drafting_setting = partial(setting, section="drafting")
 tree_setting = partial(setting, section="tree")
 nodes_setting = partial(tree_setting, least=1, most=MAX_NODES, unit="nodes")
 running_setting = partial(setting, section="running")
+returned_setting = partial(setting, section="returned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,14 +288,14 @@ class GenerateConfig:
         unset="XLA's operations",
         choices=lambda: KERNEL_SETS,
     )
-    log_probs: bool = running_setting(False, "also return the verifier's log-probability of every token")
-    top_log_probs: int = running_setting(
+    log_probs: bool = returned_setting(False, "also return the verifier's log-probability of every token")
+    top_log_probs: int = returned_setting(
         0, "also return this many of the likeliest tokens at every position", least=0, most=MAX_TOP_LOG_PROBS, unit="tokens"
     )
-    prompt_log_probs: bool = running_setting(
+    prompt_log_probs: bool = returned_setting(
         False, "also return the log-probabilities of the prompt's tokens; max_new_tokens may then be 0"
     )
-    expected_lengths: bool = running_setting(
+    expected_lengths: bool = returned_setting(
         False, "also return the expected number of tokens that each round commits, given its tree"
     )
 
@@ -323,6 +325,8 @@ Attributes:
 Advanced attributes:
 {describe(GenerateConfig, field_names(GenerateConfig, basic=False))}
 """
+
+RETURNED = field_names(GenerateConfig, "returned")  # settings that only add fields to results
 
 
 def with_settings(config: GenerateConfig | None, settings: Mapping[str, Any]) -> GenerateConfig:
