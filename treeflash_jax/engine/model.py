@@ -27,10 +27,10 @@ from treeflash_jax.engine.device_memory import device_bytes, footprint, refuse_i
 from treeflash_jax.engine.prepared_call import PreparedCall, call_weights
 from treeflash_jax.engine.schedule.batching import choose_batch_size, largest_caches
 from treeflash_jax.engine.schedule.session import Session
-from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig, with_settings
+from treeflash_jax.engine.settings.generate_config import MAX_SEQUENCES, GenerateConfig
 from treeflash_jax.engine.settings.keywords import GenerateSettings
 from treeflash_jax.engine.settings.plan import resolve
-from treeflash_jax.engine.settings.recommended import take_recommended
+from treeflash_jax.engine.settings.recommended import call_settings
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import quantized
@@ -188,10 +188,8 @@ class TreeFlash:
         Args:
           top_log_probs: number of likeliest tokens to return for the position of every token, up to 20.
         """
-        results = self.generate(
-            prompts, builder="none", max_new_tokens=0, prompt_log_probs=True, top_log_probs=top_log_probs
-        )
-        scores = [result.prompt_score for result in results]
+        empty = self.generate(prompts, builder="none", max_new_tokens=0, prompt_log_probs=True, top_log_probs=top_log_probs)
+        scores = [result.prompt_score for result in empty]
         if None in scores:  # generate keeps the answers so far
             raise KeyboardInterrupt
         return scores
@@ -288,14 +286,9 @@ class TreeFlash:
         **settings: Unpack[GenerateSettings],
     ) -> tuple[GenerateConfig, list[Request]]:
         """Returns the checked settings of a call, and what `make_requests` returns. It is the first part of `prepare`."""
-        coerce(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
-        config = with_settings(config, settings)
-        if config.sampling == "model":
-            config, note = take_recommended(config, self.recommended, settings)
-            warn(f"{self.names[0] or 'the model'}: {note}")  # chats and servers come here for every answer
-        ids = encode_each(as_list(prompts), self.tokenizer)
+        config = call_settings(config, settings, self.recommended, self.names[0])
         return config, make_requests(
-            ids,
+            encode_each(as_list(prompts), self.tokenizer),
             config,
             self.verifier,
             self.drafter,

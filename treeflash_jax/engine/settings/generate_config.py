@@ -295,9 +295,7 @@ class GenerateConfig:
     prompt_log_probs: bool = returned_setting(
         False, "also return the log-probabilities of the prompt's tokens; max_new_tokens may then be 0"
     )
-    expected_lengths: bool = returned_setting(
-        False, "also return the expected number of tokens that each round commits, given its tree"
-    )
+    expected_lengths: bool = returned_setting(False, "also return how many tokens each round is expected to commit")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

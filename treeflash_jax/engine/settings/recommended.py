@@ -1,12 +1,13 @@
-"""Settings that a model's files recommend (generation_config.json), for `sampling="model"`."""
+"""Settings of a call, with those that the model's files recommend (generation_config.json) for `sampling="model"`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.checks import coerce
+from treeflash_jax.core.error_text import clipped, warn
 from treeflash_jax.core.settings import changed
-from treeflash_jax.engine.settings.generate_config import GenerateConfig
+from treeflash_jax.engine.settings.generate_config import GenerateConfig, with_settings
 
 # Keys of generation_config.json: first the settings that `sampling="model"` takes, then keys that do not change the
 # distribution of a token. Lengths and stop ids are separate settings.
@@ -14,6 +15,24 @@ RECOMMENDED_SETTINGS = "temperature top_k top_p min_p repetition_penalty".split(
 IGNORED_KEYS = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
     transformers_version use_cache cache_implementation num_return_sequences output_scores output_logits
     output_attentions output_hidden_states return_dict_in_generate trust_remote_code""".split()
+
+
+def call_settings(
+    config: GenerateConfig | None, given: Mapping[str, Any], recommended: Mapping[str, Any], name: str
+) -> GenerateConfig:
+    """Returns the settings of a call: those given by name, of `config`, and with `sampling="model"` of the model.
+
+    Args:
+      name: name of the model, for the line that reports its settings.
+
+    Raises UnknownSetting, and ValueError for wrong values.
+    """
+    coerce(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
+    config = with_settings(config, given)
+    if config.sampling == "model":
+        config, note = take_recommended(config, recommended, given)
+        warn(f"{name or 'the model'}: {note}")  # chats and servers come here for every answer
+    return config
 
 
 def take_recommended(
