@@ -182,6 +182,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def fail(request: HttpRequest, reason: RuntimeError) -> Response:
         return respond(request, 503 if isinstance(reason, ServerEnds) else 500, clipped(reason))
 
+    @app.exception_handler(Exception)  # Starlette raises it again after the response, and uvicorn logs it
+    async def fail_unexpectedly(request: HttpRequest, reason: Exception) -> Response:
+        return respond(request, 500, f"the request failed ({type(reason).__name__}); see the server's log")
+
     @app.exception_handler(Gone)
     @app.exception_handler(ClientDisconnect)
     async def drop(_: HttpRequest, __: Exception) -> Response:
