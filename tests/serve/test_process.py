@@ -24,6 +24,8 @@ from refusals import refused
 from servers import CHAT, wait_for
 from stub_worker import stub_worker
 
+from treeflash_jax.cli.commands import main
+from treeflash_jax.engine import loading
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
@@ -168,6 +170,14 @@ def test_a_port_is_taken_before_it_listens(host):
         refused(lambda: bind(host, address[1]), f"--port {address[1]}", "in use", "expected")
         listener.listen()
         assert other.connect_ex(address) == 0
+
+
+def test_port_and_key_are_checked_before_the_model_is_loaded(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(loading, "load", lambda **_: pytest.fail("loaded"))
+    with bind("127.0.0.1", 0) as taken:
+        for option, value in (("--port", taken.getsockname()[1]), ("--api-key-file", tmp_path / "none")):
+            assert main(["serve", "--verifier", "tiny", option, str(value)]) == 2
+            assert f"{option} {value}" in capsys.readouterr().err
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -30,8 +31,11 @@ KEEP_ALIVE = 75  # seconds; tools of an agent run between two requests, and a re
 LAST_SECOND = 1  # part of the grace period that is kept for sending errors to unfinished answers, and for ending
 
 
-def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> int:
+def serve(load: Callable[[], TreeFlash], config: GenerateConfig, options: ServeOptions) -> int:
     """Serves a model until SIGTERM or Ctrl-C. All programs are compiled before it listens.
+
+    Args:
+      load: function that returns the model; called once the port is taken and the options are checked.
 
     Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if decoding ended. If something is unfinished after the
     grace period, it does not return: the process ends.
@@ -40,7 +44,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     metrics = Metrics()
     listener = bind(options.host, options.port)
     hosts = allowed_hosts(options)
-    worker = Worker(model, config, metrics, options)
+    worker = Worker(load(), config, metrics, options)
     worker.start()
     app = make_app(
         worker,
