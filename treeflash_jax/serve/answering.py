@@ -58,6 +58,7 @@ class Answering:
         self.num_unfinished = 0
         self._has_ended = False
         self._preparing: set[asyncio.Task] = set()
+        self._watching: set[asyncio.Task] = set()
         self._submissions: set[Submission] = set()
 
     @property
@@ -104,6 +105,8 @@ class Answering:
         preparing = asyncio.create_task(self._submit(request, kind))
         self._preparing.add(preparing)
         gone = asyncio.create_task(wait_until_gone(request))
+        self._watching.add(gone)  # asyncio itself keeps tasks weakly
+        gone.add_done_callback(self._watching.discard)
         gone.add_done_callback(lambda _: preparing.cancel())
         try:
             submitted = await preparing
