@@ -15,7 +15,7 @@ from treeflash_jax.decoding.processors import processor_name
 from treeflash_jax.decoding.state import LogProbs
 from treeflash_jax.engine.answers.answering_model import AnsweringModel
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain
-from treeflash_jax.engine.answers.results import Chunk, Result, Score
+from treeflash_jax.engine.answers.results import Chunk, Finished, Result, Score
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.formats.answer_text import AnswerText
@@ -163,11 +163,11 @@ class ResultReader:
         return self._answers[request.number]
 
 
-def find_end(answer: GrowingAnswer, stop_ids: Collection[int], *, is_interrupted: bool) -> tuple[list[int], str]:
+def find_end(answer: GrowingAnswer, stop_ids: Collection[int], *, is_interrupted: bool) -> tuple[list[int], Finished]:
     """Returns the token ids of an answer up to its end, and why it ended, as in `Result.finished`."""
     if answer.text is not None and answer.text.has_stop:
         return [*answer.text.ids], "stop"
-    finished = "length"
+    finished: Finished = "length"
     if answer.is_blocked:
         finished = "blocked"
     elif answer.ids and answer.is_done and answer.ids[-1] in stop_ids:

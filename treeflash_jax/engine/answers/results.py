@@ -4,11 +4,13 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
+from typing import Literal
 
 from treeflash_jax.core.checks import whole
 from treeflash_jax.core.error_text import logger
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
 
+Finished = Literal["stop", "length", "blocked", "interrupted"]
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 LOW_TAU_QUESTION = "was the drafter trained for another verifier, revision or prompt format?"
 
@@ -65,7 +67,7 @@ class Result:
     prompt_ids: list[int]
     builder: str
     accept_lengths: list[int]
-    finished: str
+    finished: Finished
     seconds: float = 0.0
     compile_seconds: float = 0.0
     tokens_per_second: float = 0.0
