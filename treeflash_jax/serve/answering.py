@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from treeflash_jax.constraints.compilation import MOST_STORED_BYTES
@@ -81,12 +82,12 @@ class Answering:
             submission.pieces.put_nowait(ServerEnds("the server ends"))
             self.worker.cancel(submission)
 
-    async def answer(self, request: HttpRequest, kind: type[Exchange]) -> Response:
+    async def answer(self, request: HttpRequest, kind: type[Exchange], body_kind: type[BaseModel]) -> Response:
         """Returns the response to a request in the form of a protocol. Raises as `CallReader.make_submission`, and Gone."""
         if self.worker.error is not None:
             raise HTTPException(503, "decoding ended; see the server's log")
         await request.body()  # must be read before other code receives from the client
-        submitted = await self._submit_for_client(request, kind)
+        submitted = await self._submit_for_client(request, kind, body_kind)
         if self.keeps_latest:
             self.latest[submitted.exchange.id] = submitted
             while len(self.latest) > KEPT_ANSWERS or automata_bytes(self.latest.values()) > MOST_STORED_BYTES:
@@ -103,9 +104,9 @@ class Answering:
         prompts = await self.reader.threads.run(lambda: self.reader.encode(call))
         return JSONResponse(exchange.count(sum(map(len, prompts))))
 
-    async def _submit_for_client(self, request: HttpRequest, kind: type[Exchange]) -> Submitted:
+    async def _submit_for_client(self, request: HttpRequest, kind: type[Exchange], body_kind: type[BaseModel]) -> Submitted:
         """Submits a request. Once its client is gone, its preparation or submission is cancelled. Raises as `answer`."""
-        preparing = asyncio.create_task(self._submit(request, kind))
+        preparing = asyncio.create_task(self._submit(request, kind, body_kind))
         self._preparing.add(preparing)
         gone = asyncio.create_task(wait_until_gone(request))
         self._watching.add(gone)  # asyncio itself keeps tasks weakly
@@ -120,10 +121,10 @@ class Answering:
         gone.add_done_callback(lambda _: self._drop(submitted.submission))
         return submitted
 
-    async def _submit(self, request: HttpRequest, kind: type[Exchange]) -> Submitted:
+    async def _submit(self, request: HttpRequest, kind: type[Exchange], body_kind: type[BaseModel]) -> Submitted:
         if self._has_ended:
             raise ServerEnds("the server ends")
-        exchange, call = await self.reader.read(request, kind, kind.body_kind)
+        exchange, call = await self.reader.read(request, kind, body_kind)
         submission, num_tokens = await self.reader.make_submission(call)
         self.worker.submit(submission)
         self._submissions.add(submission)  # here, because `end` may run before the awaiting task does
