@@ -12,7 +12,7 @@ from stub_worker import StubRequestMaker, stub_worker
 
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core import programs
-from treeflash_jax.serve import answering
+from treeflash_jax.serve import http_answers
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.page import describe_rounds
@@ -107,8 +107,8 @@ def test_an_answer_without_drafts_has_no_trees(tiny):
 
 
 def test_the_server_forgets_old_answers(server, answer, monkeypatch):
-    assert answering.KEPT_ANSWERS == KEPT
-    monkeypatch.setattr(answering, "KEPT_ANSWERS", 8)
+    assert http_answers.KEPT_ANSWERS == KEPT
+    monkeypatch.setattr(http_answers, "KEPT_ANSWERS", 8)
     body = {"prompt": "x", "max_tokens": 1}
     assert fetch(server, answer["id"]).status_code == 200
     for _ in range(8):
@@ -119,7 +119,7 @@ def test_the_server_forgets_old_answers(server, answer, monkeypatch):
 def test_the_server_forgets_answers_whose_automata_are_too_large_together(monkeypatch):
     """Here, of two tables. Requests of one client have the same table."""
     tables = {name: allow_all.__wrapped__(8) for name in "abc"}
-    monkeypatch.setattr(answering, "MOST_STORED_BYTES", 2 * sum(array.nbytes for array in tables["a"]))
+    monkeypatch.setattr(http_answers, "MOST_STORED_BYTES", 2 * sum(array.nbytes for array in tables["a"]))
     maker = StubRequestMaker(
         encode=lambda prompts: prompts, make_requests=lambda prompts, **_: [SimpleNamespace(automaton=tables[prompts[0]])]
     )
@@ -131,4 +131,4 @@ def test_the_server_forgets_answers_whose_automata_are_too_large_together(monkey
         return [answer.json()["id"] for answer in answers]
 
     ids = asyncio.run(run())
-    assert [*app.state.answering.latest] == ids[-2:]
+    assert [*app.state.answers.latest] == ids[-2:]

@@ -115,15 +115,15 @@ def test_an_answer_that_is_submitted_while_the_server_ends_is_ended():
     """`end` runs after `submit`, before the code that waits for the submission."""
     worker = stub_worker()
     app = make_app(worker, Metrics())
-    answering = app.state.answering
-    worker.submit = lambda _: asyncio.get_running_loop().call_soon(answering.end)
+    answers = app.state.answers
+    worker.submit = lambda _: asyncio.get_running_loop().call_soon(answers.end)
 
     async def post() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
             return await asyncio.wait_for(http.post("/v1/completions", json={"prompt": "a"}), 10)
 
     response = asyncio.run(post())
-    assert response.status_code == 503 and "the server ends" in response.text and answering.num_unfinished == 1
+    assert response.status_code == 503 and "the server ends" in response.text and answers.num_unfinished == 1
 
 
 @pytest.mark.parametrize("options, names", [

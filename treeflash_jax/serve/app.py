@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect
 
 from treeflash_jax.core.checks import WrongValue
 from treeflash_jax.core.error_text import clipped
-from treeflash_jax.serve.answering import Answering, Gone, ServerEnds
 from treeflash_jax.serve.call_reader import CallReader
+from treeflash_jax.serve.http_answers import Gone, HttpAnswers, ServerEnds
 from treeflash_jax.serve.limits import Limits
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.page import add_page
@@ -40,7 +40,7 @@ def make_app(
     names: Sequence[str] = (),
     origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Returns the application. Its `state.answering` is an `Answering`.
+    """Returns the application. Its `state.answers` is an `HttpAnswers`.
 
     If there is a key, clients must send it with every request, except for /health and the chat page.
 
@@ -55,18 +55,18 @@ def make_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     reader = CallReader(worker, int(metrics.started), tuple(names))
-    answering = app.state.answering = Answering(reader, keeps_latest=has_page)
+    answers = app.state.answers = HttpAnswers(reader, keeps_latest=has_page)
     needs = [Depends(make_key_check(key))]
     config = type(worker.request_maker.config)
     body_kinds = {protocol: with_numbers(protocol.body_kind, config) for protocol in PROTOCOLS}
     for protocol, body_kind in body_kinds.items():
-        add_protocol(app, answering, protocol, body_kind, needs)
+        add_protocol(app, answers, protocol, body_kind, needs)
     add_tokenizing(app, reader, needs)
     add_models(app, reader, needs)
     add_monitoring(app, worker, metrics, needs)
     add_schema(app, body_kinds, needs)
     if has_page:
-        add_page(app, needs, answering.latest, worker.model.tokenizer, answering.writing)
+        add_page(app, needs, answers.latest, worker.model.tokenizer, answers.writing)
     add_error_handlers(app)
     return app
 
@@ -85,21 +85,21 @@ def make_key_check(key: str | None) -> Callable[[HttpRequest], Awaitable[None]]:
 
 
 def add_protocol(
-    app: FastAPI, answering: Answering, protocol: type[Exchange], body_kind: type[BaseModel], needs: list[Any]
+    app: FastAPI, answers: HttpAnswers, protocol: type[Exchange], body_kind: type[BaseModel], needs: list[Any]
 ) -> None:
     @app.post(protocol.path, dependencies=needs, openapi_extra=describe(body_kind))
     async def answer(request: HttpRequest) -> Any:
-        return await answering.answer(request, protocol, body_kind)
+        return await answers.answer(request, protocol, body_kind)
 
     router = APIRouter(dependencies=needs)
-    protocol.add_routes(router, answering.reader.served)
+    protocol.add_routes(router, answers.reader.served)
     app.include_router(router)
 
     if protocol.counting_path is not None:
 
         @app.post(protocol.counting_path, dependencies=needs, openapi_extra=describe(protocol.counted_kind))
         async def count(request: HttpRequest) -> Any:
-            return await answering.count(request, protocol)
+            return await answers.count(request, protocol)
 
 
 def add_models(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:

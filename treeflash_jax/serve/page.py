@@ -16,7 +16,7 @@ from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.answering import KEPT_ANSWERS, Submitted
+from treeflash_jax.serve.http_answers import KEPT_ANSWERS, Submitted
 from treeflash_jax.serve.threads import Threads
 
 

@@ -13,8 +13,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.error_text import logger
 from treeflash_jax.decoding.processors import processor_name
 from treeflash_jax.decoding.state import LogProbs
-from treeflash_jax.engine.answers.answering_model import AnsweringModel
-from treeflash_jax.engine.answers.drawn_trees import DraftAgain
+from treeflash_jax.engine.answers.drawn_trees import AnsweringModel, DraftAgain
 from treeflash_jax.engine.answers.results import Chunk, Finished, Result, Score
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.scheduler import Scheduler

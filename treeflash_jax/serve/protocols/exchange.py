@@ -82,7 +82,7 @@ class Exchange(ABC):
         """Returns the call that the body describes. Raises ValueError for wrong or unsupported fields."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    def response(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         """Returns the response with whole answers, each as one Delta."""
 
     @abstractmethod

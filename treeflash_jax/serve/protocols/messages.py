@@ -147,7 +147,7 @@ class MessagesExchange(Exchange):
             sent_names=body.sent_names(),
         )
 
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    def response(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         [answer] = answers
         blocks: list[dict[str, Any]] = []
         for part in answer.parts:

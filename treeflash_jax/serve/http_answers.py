@@ -1,4 +1,4 @@
-"""Answers to HTTP requests: turns a request into a submission to the worker, and its pieces into a response or stream."""
+"""Answers to HTTP requests: submits their calls to the worker, and turns the pieces that come back into responses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from treeflash_jax.constraints.compilation import MOST_STORED_BYTES
 from treeflash_jax.core.error_text import clipped, logger
 from treeflash_jax.engine.answers.results import Chunk, Result
-from treeflash_jax.serve.answer_reader import AnswerReader
 from treeflash_jax.serve.call_reader import CallReader
+from treeflash_jax.serve.delta_reader import DeltaReader
 from treeflash_jax.serve.protocols.exchange import Exchange
 from treeflash_jax.serve.server_call import ServerCall, Usage
 from treeflash_jax.serve.threads import Threads
@@ -47,8 +47,8 @@ class Submitted(NamedTuple):
     results: dict[int, Result]
 
 
-class Answering:
-    """Answers HTTP requests until the server ends. It submits their calls, and writes the pieces that come back.
+class HttpAnswers:
+    """Answers to HTTP requests, until the server ends.
 
     Attributes:
       latest: the last answers, by id of the request, so that the page can draw their trees; empty without `keeps_latest`.
@@ -92,11 +92,11 @@ class Answering:
             self.latest[submitted.exchange.id] = submitted
             while len(self.latest) > KEPT_ANSWERS or automata_bytes(self.latest.values()) > MOST_STORED_BYTES:
                 del self.latest[next(iter(self.latest))]
-        reader = AnswerReader(submitted.call, self.worker.model.tokenizer)
+        reader = DeltaReader(submitted.call, self.worker.model.tokenizer)
         if submitted.call.streams:
             events = stream(submitted, reader, self.writing)
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        return await whole(submitted, reader, self.writing)
+        return await respond(submitted, reader, self.writing)
 
     async def count(self, request: HttpRequest, kind: type[Exchange]) -> Response:
         """Returns the response to a request for the number of a prompt's tokens. Raises ValueError and HTTPException."""
@@ -162,7 +162,7 @@ async def pieces(submission: Submission) -> AsyncIterator[Piece]:
         yield piece
 
 
-async def whole(submitted: Submitted, reader: AnswerReader, writing: Threads) -> Response:
+async def respond(submitted: Submitted, reader: DeltaReader, writing: Threads) -> Response:
     """Returns the response with all answers of a submission. Raises RuntimeError and Gone.
 
     Args:
@@ -176,17 +176,17 @@ async def whole(submitted: Submitted, reader: AnswerReader, writing: Threads) ->
         raise _failure(reason) from None
 
 
-def _write(submitted: Submitted, reader: AnswerReader) -> Response:
+def _write(submitted: Submitted, reader: DeltaReader) -> Response:
     """Returns the response that contains whole answers."""
     results = [result for _, result in sorted(submitted.results.items())]
     answers = []
     for index, result in enumerate(results):
         chunk = Chunk(ids=result.ids, text=result.text, rounds=len(result.accept_lengths))
         answers.append(reader.read(Piece(index, chunk, result, True)))
-    return JSONResponse(submitted.exchange.whole(answers, Usage.count(results, len(submitted.call.prompts))))
+    return JSONResponse(submitted.exchange.response(answers, Usage.count(results, len(submitted.call.prompts))))
 
 
-async def stream(submitted: Submitted, reader: AnswerReader, writing: Threads) -> AsyncIterator[bytes]:
+async def stream(submitted: Submitted, reader: DeltaReader, writing: Threads) -> AsyncIterator[bytes]:
     """Yields the events of all answers of a submission, or at their end an error.
 
     Args:
