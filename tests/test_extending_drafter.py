@@ -97,7 +97,7 @@ class BigramFiles(dialect.Dialect):
     name, part, marks = "bigram", "drafter", ("bigram_config",)
 
     def read_config(self, path, keys):
-        return BigramDrafter(vocab_size=keys.table("bigram_config").whole("size"))
+        return BigramDrafter(vocab_size=keys.table("bigram_config").integer("size"))
 
     def entries(self, config, specs, names):
         return {"next": Entry("bigram.table")}

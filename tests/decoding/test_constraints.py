@@ -248,7 +248,7 @@ def test_what_cannot_be_followed_is_refused(tiny, monkeypatch):
         ({"schema": {"$ref": "#"}}, ["a schema that contains itself"]),
         ({"schema": {"anyOf": [{"type": "lizard"}]}}, ["type 'lizard' is unknown, at #/anyOf/0/type"]),
         ({"schema": {"type": "array", "minItems": 2, "maxItems": 1}}, ["nothing satisfies it"]),
-        ({"schema": "{"}, ["not valid JSON"]),
+        ({"schema": "{"}, ["got schema '{', not valid JSON"]),
         ({"schema": 5}, ["got schema 5"]),
         ({"structural_tag": {"type": "or", "elements": []}}, ["got structural_tag", "nothing satisfies it"]),
         ({"structural_tag": {"type": {1}}}, ["expected JSON values"]),

@@ -65,4 +65,4 @@ class BusyWorker(threading.Thread):
 if __name__ == "__main__":
     process.Worker = BusyWorker
     model = SimpleNamespace(names=("stub",), tokenizer=None)
-    sys.exit(process.serve(model, tf.GenerateConfig(), ServeOptions(port=0, grace=GRACE)))
+    sys.exit(process.serve(lambda: model, tf.GenerateConfig(), ServeOptions(port=0, grace=GRACE)))

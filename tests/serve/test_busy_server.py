@@ -24,6 +24,7 @@ from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols import responses
 from treeflash_jax.serve.server_call import Tools
+from treeflash_jax.serve.threads import Threads
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -63,6 +64,21 @@ def test_the_work_of_one_client_stops_no_other():
         asyncio.run(run())
     finally:
         ends.set()
+
+
+def test_a_thread_that_cannot_start_blocks_no_later_one(monkeypatch):
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        threads = Threads(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await threads.run(int)
+        assert threads.busy == 0 and await asyncio.wait_for(threads.run(int), 10) == 0
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("place, name", [

@@ -28,7 +28,7 @@ class GenerateExchange(Exchange):
         settings = self.body.settings()
         return ServerCall(prompts=[tf.Text(self.body.inputs)], settings=settings, streams=bool(self.body.stream))
 
-    def whole(self, answers, usage):
+    def response(self, answers, usage):
         return {"generated_text": answers[0].text(Content), "details": {"generated_tokens": usage.answer_tokens}}
 
     def begin(self, usage):

@@ -1,10 +1,12 @@
 """What the server refuses before it works, in one line; most of it with a worker without a model."""
 
 import json
+import logging
 import socket
 from functools import partial
 from typing import Any
 
+import httpx
 import hypothesis
 import pydantic
 import pytest
@@ -114,6 +116,23 @@ def test_an_answer_that_cannot_be_written_is_an_error_of_the_server(path):
     assert json.loads(events[-1].removeprefix("data: "))["error"] == whole.json()["error"]
     good = ask(stub_worker(), body | {"stream": True}, path).text.strip()
     assert good.endswith("data: [DONE]") and "error" not in good
+
+
+@pytest.mark.parametrize("path, kind", [("/v1/completions", "server_error"), ("/v1/messages", "api_error")])
+def test_an_unexpected_error_has_the_form_of_the_protocol_and_is_logged_once(path, kind, caplog, monkeypatch):
+    def fail(prompts: list[Any]) -> None:
+        raise OSError("no such device")
+
+    worker = stub_worker(request_maker=StubRequestMaker(encode=fail))
+    with listening(make_app(worker, Metrics())) as port:
+        monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+        body = {"prompt": "a", "messages": CHAT, "max_tokens": 5}
+        response = httpx.post(f"http://127.0.0.1:{port}{path}", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 500 and error["type"] == kind
+    assert error["message"] == "the request failed (OSError); see the server's log"
+    [logged] = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert isinstance(logged, OSError)
 
 
 GOOD = {

@@ -134,7 +134,7 @@ PARTS = [Thought("Let me"), Thought(" see."), Content("So"), Content(": "), Func
 def test_whole_answers_and_streams_have_the_same_blocks(groups):
     usage = Usage(prompt_tokens=7, answer_tokens=5, cached_tokens=3)
     answer = exchange()
-    whole = answer.whole([Delta(0, PARTS, None, "calls")], usage)
+    whole = answer.response([Delta(0, PARTS, None, "calls")], usage)
     Message.model_validate(whole, strict=True)
     deltas = [Delta(0, group) for group in groups[:-1]] + [Delta(0, groups[-1], None, "calls")]
     events = stream(answer, *deltas, usage=usage)
@@ -157,7 +157,7 @@ def test_whole_answers_and_streams_have_the_same_blocks(groups):
 ])  # fmt: skip
 def test_endings(delta, num_tokens, reason, stop):
     usage = Usage(3, num_tokens, 0)
-    whole = exchange().whole([delta], usage)
+    whole = exchange().response([delta], usage)
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
     answer = exchange()
     assert gather(stream(answer, delta, usage=usage)) | {"id": 0} == whole | {"id": 0}

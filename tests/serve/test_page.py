@@ -1,14 +1,20 @@
 """What the chat page reads of the server: the page itself, the rounds of an answer, and the tree of each."""
 
 import ast
+import asyncio
 import re
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from servers import CHAT
+from stub_worker import StubRequestMaker, stub_worker
 
+from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core import programs
-from treeflash_jax.serve import answering
+from treeflash_jax.serve import http_answers
+from treeflash_jax.serve.app import make_app
+from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.page import describe_rounds
 
 KEPT = 64
@@ -101,10 +107,28 @@ def test_an_answer_without_drafts_has_no_trees(tiny):
 
 
 def test_the_server_forgets_old_answers(server, answer, monkeypatch):
-    assert answering.KEPT_ANSWERS == KEPT
-    monkeypatch.setattr(answering, "KEPT_ANSWERS", 8)
+    assert http_answers.KEPT_ANSWERS == KEPT
+    monkeypatch.setattr(http_answers, "KEPT_ANSWERS", 8)
     body = {"prompt": "x", "max_tokens": 1}
     assert fetch(server, answer["id"]).status_code == 200
     for _ in range(8):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=600)
     assert fetch(server, answer["id"]).status_code == 404
+
+
+def test_the_server_forgets_answers_whose_automata_are_too_large_together(monkeypatch):
+    """Here, of two tables. Requests of one client have the same table."""
+    tables = {name: allow_all.__wrapped__(8) for name in "abc"}
+    monkeypatch.setattr(http_answers, "MOST_STORED_BYTES", 2 * sum(array.nbytes for array in tables["a"]))
+    maker = StubRequestMaker(
+        encode=lambda prompts: prompts, make_requests=lambda prompts, **_: [SimpleNamespace(automaton=tables[prompts[0]])]
+    )
+    app = make_app(stub_worker(request_maker=maker), Metrics(), has_page=True)
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+            answers = [await http.post("/v1/completions", json={"prompt": prompt}) for prompt in "aabc"]
+        return [answer.json()["id"] for answer in answers]
+
+    ids = asyncio.run(run())
+    assert [*app.state.answers.latest] == ids[-2:]

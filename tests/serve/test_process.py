@@ -24,6 +24,8 @@ from refusals import refused
 from servers import CHAT, wait_for
 from stub_worker import stub_worker
 
+from treeflash_jax.cli.commands import main
+from treeflash_jax.engine import loading
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
@@ -113,15 +115,15 @@ def test_an_answer_that_is_submitted_while_the_server_ends_is_ended():
     """`end` runs after `submit`, before the code that waits for the submission."""
     worker = stub_worker()
     app = make_app(worker, Metrics())
-    answering = app.state.answering
-    worker.submit = lambda _: asyncio.get_running_loop().call_soon(answering.end)
+    answers = app.state.answers
+    worker.submit = lambda _: asyncio.get_running_loop().call_soon(answers.end)
 
     async def post() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
             return await asyncio.wait_for(http.post("/v1/completions", json={"prompt": "a"}), 10)
 
     response = asyncio.run(post())
-    assert response.status_code == 503 and "the server ends" in response.text and answering.num_unfinished == 1
+    assert response.status_code == 503 and "the server ends" in response.text and answers.num_unfinished == 1
 
 
 @pytest.mark.parametrize("options, names", [
@@ -168,6 +170,14 @@ def test_a_port_is_taken_before_it_listens(host):
         refused(lambda: bind(host, address[1]), f"--port {address[1]}", "in use", "expected")
         listener.listen()
         assert other.connect_ex(address) == 0
+
+
+def test_port_and_key_are_checked_before_the_model_is_loaded(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(loading, "load", lambda **_: pytest.fail("loaded"))
+    with bind("127.0.0.1", 0) as taken:
+        for option, value in (("--port", taken.getsockname()[1]), ("--api-key-file", tmp_path / "none")):
+            assert main(["serve", "--verifier", "tiny", option, str(value)]) == 2
+            assert f"{option} {value}" in capsys.readouterr().err
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The requests that the server makes of prompts and settings."""
 
+import pytest
 from refusals import refused
 from stub_worker import ask, stub_worker
 
@@ -32,3 +33,15 @@ def test_constraints_of_prompts(tiny):
     assert {constraint.kind for constraint in maker.find_constraints(prompts, settings)} == {"pattern", "structural_tag"}
     assert maker.find_constraints(prompts, {}) == set()
     refused(lambda: without.find_constraints(prompts, settings), "this server follows no constraints")
+
+
+@pytest.mark.parametrize("field, fields", [
+    ("json_schema", {"json_schema": "{"}),
+    ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": "{"}}),
+])  # fmt: skip
+def test_wrong_json_is_an_error_of_its_field(tiny, field, fields):
+    worker = stub_worker(model=tiny, request_maker=RequestMaker(tiny, tf.GenerateConfig(), context=64, schema_states=256))
+    response = ask(worker, {"prompt": "a"} | fields)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == field
+    assert error["message"].startswith(f"got {field} '{{', not valid JSON: ")

@@ -171,7 +171,7 @@ def test_many_clients_with_branches_evictions_and_failures():
     """Each answer is that to its own request with the whole conversation in it; what is gone is 404 in one line."""
     clients = Clients()
     app = make_app(clients.worker, Metrics())
-    memory = app.state.answering.reader.served.memory[ResponsesExchange]
+    memory = app.state.answers.reader.served.memory[ResponsesExchange]
     memory._most, memory._most_bytes = KEPT, KEPT_BYTES
     with listening(app) as port, ThreadPoolExecutor(CLIENTS) as pool:
         for future in [pool.submit(clients.take_turns, number, port) for number in range(CLIENTS)]:

@@ -17,7 +17,7 @@ from treeflash_jax.core.error_text import LONGEST_MESSAGE, warn
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
-from treeflash_jax.serve.answer_reader import AnswerReader
+from treeflash_jax.serve.delta_reader import DeltaReader
 from treeflash_jax.serve.protocols.exchange import MOST_NOTES, Event, Served
 from treeflash_jax.serve.protocols.fields import with_numbers
 from treeflash_jax.serve.protocols.response_items import encode_thoughts
@@ -226,7 +226,7 @@ def test_streams_have_the_items_of_whole_answers():
         ]
         finished = draw.choice(["length", "calls" if FunctionCall in kinds else "stop"])
         usage = Usage(3, 4, 2)
-        whole = exchange_of(include=["reasoning.encrypted_content"]).whole([Delta(0, parts, finished=finished)], usage)
+        whole = exchange_of(include=["reasoning.encrypted_content"]).response([Delta(0, parts, finished=finished)], usage)
         exchange = exchange_of(include=["reasoning.encrypted_content"], stream=True)
         events = [*exchange.begin(Usage(3, 0, 0))]
         groups = in_pieces(parts, draw)
@@ -256,7 +256,7 @@ def test_fields_of_the_request_come_back():
               "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False, "max_output_tokens": 4,
               "reasoning": {"effort": "low"}, "store": False, "top_p": 0.5,
               "text": {"format": {"type": "json_schema", "name": "x", "schema": {"const": 1}, "strict": True}}}  # fmt: skip
-    response = exchange_of(**fields).whole([Delta(0, [Content("1")], finished="stop")], Usage(1, 1, 0))
+    response = exchange_of(**fields).response([Delta(0, [Content("1")], finished="stop")], Usage(1, 1, 0))
     Response.model_validate(response, strict=True)
     same = "instructions metadata temperature tool_choice parallel_tool_calls max_output_tokens store top_p".split()
     assert {name: response[name] for name in same} == {name: fields[name] for name in same}
@@ -297,7 +297,7 @@ def test_log_probabilities_are_those_of_the_messages_tokens(size):
     ids = [id for text in texts for id in ([tokenizer.inner.convert_tokens_to_ids(text)] if text == "<end>" else
            toy_tokenizers.ids_of(tokenizer, text))]  # fmt: skip
     exchange = exchange_of(include=["message.output_text.logprobs"], top_logprobs=1, tools=[SUB])
-    reader = AnswerReader(exchange.read_call(), tokenizer)
+    reader = DeltaReader(exchange.read_call(), tokenizer)
     answer, sent, deltas = AnswerText(tokenizer, [1]), 0, []
     for end in range(size, len(ids) + size, size):
         is_last = end >= len(ids)
@@ -334,7 +334,7 @@ def test_numbers_that_json_lacks_are_refused(field, number):
 
 
 def test_an_answer_of_nothing_is_an_empty_message():
-    response = exchange_of().whole([Delta(0, [], finished="stop")], Usage(1, 0, 0))
+    response = exchange_of().response([Delta(0, [], finished="stop")], Usage(1, 0, 0))
     assert [item["type"] for item in response["output"]] == ["message"] and response["output"][0]["content"][0][
         "text"
     ] == ""

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 from collections import Counter
 from typing import Any
 
@@ -17,6 +18,7 @@ import treeflash_jax as tf
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import LogProbs
+from treeflash_jax.engine.answers import result_reader
 from treeflash_jax.engine.answers.result_reader import GrowingAnswer, ResultReader
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
@@ -180,6 +182,25 @@ def test_log_probs_are_read_only_for_requests_that_want_them(worker, pool, monke
     assert scored[-1].ids == expected.ids
     np.testing.assert_allclose(scored[-1].log_probs, expected.log_probs, atol=1e-6)
     np.testing.assert_allclose(scored[-1].top_log_probs, expected.top_log_probs, atol=1e-6)
+
+
+def test_nan_in_a_prompts_score_fails_that_answer_alone(worker, pool, monkeypatch):
+    """Also if other code reads the answer first, as the search for stop strings does."""
+    read = result_reader._read_log_probs
+
+    def read_nan(log_probs: LogProbs, slot: int, tokens: slice, num_top: int) -> Any:
+        token_s, top_s = read(log_probs, slot, tokens, num_top)
+        return [math.nan] * len(token_s) if tokens.start == 1 else token_s, top_s
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(ask(worker, pool, 1), ask(worker, pool, 2, scores=[math.nan]))
+
+    monkeypatch.setattr(result_reader, "_read_log_probs", read_nan)
+    monkeypatch.setattr(ResultReader, "find_stopped", lambda reader, slots: reader._read(slots) and [])
+    answer, error = asyncio.run(run())
+    assert answer == pool.expected[1]
+    assert isinstance(error, RuntimeError) and "got NaN as log-probability of a prompt's token" in str(error)
+    assert worker._failures == 0
 
 
 def test_a_full_queue_is_an_error_for_now(worker):

@@ -247,7 +247,7 @@ def gather_trained(tree: Params, specs: Any, dtype: DTypeLike) -> Params:
         axis = _fsdp_axis(spec)
 
         @jax.custom_vjp
-        def whole(x: jax.Array) -> jax.Array:
+        def gather_float32(x: jax.Array) -> jax.Array:
             return gather([x], [spec], dtype)[0].astype(jnp.float32)
 
         def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
@@ -255,8 +255,8 @@ def gather_trained(tree: Params, specs: Any, dtype: DTypeLike) -> Params:
                 return (grad,)
             return (lax.psum_scatter(grad, "fsdp", scatter_dimension=axis, tiled=True),)
 
-        whole.defvjp(lambda x: (whole(x), None), backward)
-        return whole(x)
+        gather_float32.defvjp(lambda x: (gather_float32(x), None), backward)
+        return gather_float32(x)
 
     return _map_specs(leaf, specs, tree)
 

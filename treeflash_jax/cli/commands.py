@@ -199,8 +199,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"got no package {error.name}, expected those of `pip install '.[serve]'` in a clone") from None
     options = ServeOptions(**option_values(arguments, ServeOptions))
-    model = loading.load(**load_arguments(arguments))
-    return serve(model, GenerateConfig(**option_values(arguments, GenerateConfig)), options)
+    load = partial(loading.load, **load_arguments(arguments))
+    return serve(load, GenerateConfig(**option_values(arguments, GenerateConfig)), options)
 
 
 def _check(arguments: argparse.Namespace) -> int:

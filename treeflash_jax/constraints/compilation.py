@@ -65,7 +65,16 @@ def as_tag(kind: str, value: str | Sequence[str]) -> dict[str, Any]:
         return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in value]}
     if kind == "pattern":
         return {"type": "regex", "pattern": value}
-    return {"type": "json_schema", "json_schema": parse_json(value)} if kind == "schema" else parse_json(value)
+    parsed = _parse(kind, value)
+    return {"type": "json_schema", "json_schema": parsed} if kind == "schema" else parsed
+
+
+def _parse(kind: str, text: str) -> Any:
+    """Returns the value of JSON text that was given as this kind of constraint. Raises WrongValue for wrong JSON."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise WrongValue(kind, f"{quoted(text)}, {error}") from None
 
 
 def answer_constraint(constraint: Constraint, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> Constraint:
@@ -102,7 +111,7 @@ def compile_constraint(
         missing = "tokenizer.json" if tokenizer is None else "token that ends an answer"
         raise WrongValue(kind, f"{quoted(value)}, but the verifier's folder has no {missing}")
     if kind in ("schema", "structural_tag"):
-        parse_json(value)
+        _parse(kind, value)
     # The key has a digest, because the text of a constraint may be larger than its table.
     key = hashlib.sha256(repr((constraint, depth, tuple(stop_ids), vocab_size)).encode()).digest(), tokenizer
     table = _stored.get(key)

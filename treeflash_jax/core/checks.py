@@ -101,7 +101,7 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def whole(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
+def integer(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
     """Returns an integer from `least` to `most` as Python's int. Raises ValueError for any other value."""
     return coerce(int, value, name, least=least, most=most, says=f"{least} to {most}" if most < INT32 else "")
 

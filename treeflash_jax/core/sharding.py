@@ -14,7 +14,7 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from treeflash_jax.core.checks import coerce, whole
+from treeflash_jax.core.checks import coerce, integer
 from treeflash_jax.core.devices import Device, describe
 from treeflash_jax.core.error_text import quoted
 
@@ -47,7 +47,7 @@ def make_mesh(
     """
     available = list(devices if devices is not None else jax.devices())
     sizes = {"data": data, "fsdp": fsdp, "model": model} | ({} if experts is None else {"experts": experts})
-    sizes = {name: whole(size, name, least=1) for name, size in sizes.items()}
+    sizes = {name: integer(size, name, least=1) for name, size in sizes.items()}
     if fsdp == 1:
         del sizes["fsdp"]
     count = math.prod(sizes.values())

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from treeflash_jax.constraints.compilation import Constraint
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core import parameters, sharding
-from treeflash_jax.core.checks import coerce, whole
+from treeflash_jax.core.checks import coerce, integer
 from treeflash_jax.core.error_text import warn
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import Drafter
@@ -170,7 +170,7 @@ class TreeFlash:
           TypeError, ValueError: as in `generate`, and for more than one prompt, or a `batch_size` other than 1 with a
             session. Raised when the first chunk is requested.
         """
-        rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
+        rounds_per_dispatch = integer(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         coerce(Session | None, session, "session", says="a tf.Session")
         call = self.prepare(prompt, config, for_session=session is not None, **settings)
         yield from call.stream(rounds_per_dispatch, session)
@@ -218,8 +218,8 @@ class TreeFlash:
           num_prompts: number of prompts in the later call; 1 for `stream`.
           config, **settings: settings of the later call; see `generate`.
         """
-        prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
-        num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
+        prompt_tokens = integer(prompt_tokens, "prompt_tokens", least=1)
+        num_prompts = integer(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
         scheduler = self.prepare([[0] * prompt_tokens] * num_prompts, config, **settings).schedule()
         scheduler.compile_programs()
         return scheduler.runner.clock.compile_seconds

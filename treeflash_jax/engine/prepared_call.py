@@ -7,7 +7,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
 from treeflash_jax.decoding import processors
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.engine.answers.answering_model import AnsweringModel
+from treeflash_jax.engine.answers.drawn_trees import AnsweringModel
 from treeflash_jax.engine.answers.result_reader import ResultReader
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.engine.call.requests import Request

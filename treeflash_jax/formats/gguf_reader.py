@@ -130,7 +130,7 @@ def _read(path: Path, size: int, changed: int) -> File:
     if metadata.get("split.count") not in (None, 0, 1):
         raise ValueError(f"{path} is one of {quoted(metadata['split.count'])} parts; join them with gguf-split --merge")
     infos = [header.tensor_info() for _ in range(num_tensors)]
-    alignment = Keys(metadata, str(path)).whole("general.alignment", 32)
+    alignment = Keys(metadata, str(path)).integer("general.alignment", 32)
     start, end = math.ceil(header.at / alignment) * alignment, 0
     tensors: dict[str, GgufTensor] = {}
     for name, at, shape, kind in sorted(infos, key=lambda info: info[1]):

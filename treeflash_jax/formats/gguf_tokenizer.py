@@ -108,7 +108,7 @@ def special_ids(file: File) -> dict[str, int]:
     keys, tokens = file.keys, file.metadata.get("tokenizer.ggml.tokens")
     named = {role: f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown", "padding")}
     most = len(tokens) - 1 if tokens else INT32
-    return {role: keys.whole(key, least=0, most=most) for role, key in named.items() if key in keys}
+    return {role: keys.integer(key, least=0, most=most) for role, key in named.items() if key in keys}
 
 
 def end_ids(file: File) -> list[int]:

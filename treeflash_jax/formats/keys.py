@@ -46,7 +46,7 @@ class Keys:
         """Returns whether the key exists and is not null."""
         return self.raw.get(key) is not None
 
-    def whole(self, key: str, default: Any = None, least: int = 1, most: int = INT32) -> int:
+    def integer(self, key: str, default: Any = None, least: int = 1, most: int = INT32) -> int:
         says = f"a whole number of at least {least}" + ("" if most == INT32 else f" and at most {most}")
         return self.value(int, key, default, says, least=least, most=most)
 

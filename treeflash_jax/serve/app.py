@@ -1,7 +1,7 @@
 """Builds the FastAPI application: paths of protocols, models, health and metrics, the key check, and the form of errors."""
 
 import hmac
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -16,14 +16,14 @@ from starlette.requests import ClientDisconnect
 
 from treeflash_jax.core.checks import WrongValue
 from treeflash_jax.core.error_text import clipped
-from treeflash_jax.serve.answering import Answering, Gone, ServerEnds
 from treeflash_jax.serve.call_reader import CallReader
+from treeflash_jax.serve.http_answers import Gone, HttpAnswers, ServerEnds
 from treeflash_jax.serve.limits import Limits
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.page import add_page
 from treeflash_jax.serve.protocols import PROTOCOLS, protocol_at
 from treeflash_jax.serve.protocols.exchange import Exchange
-from treeflash_jax.serve.protocols.fields import protocol_with_numbers
+from treeflash_jax.serve.protocols.fields import with_numbers
 from treeflash_jax.serve.tokenizing import add_tokenizing
 from treeflash_jax.serve.worker import QueueFull, Worker
 
@@ -40,7 +40,7 @@ def make_app(
     names: Sequence[str] = (),
     origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Returns the application. Its `state.answering` is an `Answering`.
+    """Returns the application. Its `state.answers` is an `HttpAnswers`.
 
     If there is a key, clients must send it with every request, except for /health and the chat page.
 
@@ -55,18 +55,18 @@ def make_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     reader = CallReader(worker, int(metrics.started), tuple(names))
-    answering = app.state.answering = Answering(reader, keeps_latest=has_page)
+    answers = app.state.answers = HttpAnswers(reader, keeps_latest=has_page)
     needs = [Depends(make_key_check(key))]
     config = type(worker.request_maker.config)
-    protocols = [protocol_with_numbers(protocol, config) for protocol in PROTOCOLS]
-    for protocol in protocols:
-        add_protocol(app, answering, protocol, needs)
+    body_kinds = {protocol: with_numbers(protocol.body_kind, config) for protocol in PROTOCOLS}
+    for protocol, body_kind in body_kinds.items():
+        add_protocol(app, answers, protocol, body_kind, needs)
     add_tokenizing(app, reader, needs)
     add_models(app, reader, needs)
     add_monitoring(app, worker, metrics, needs)
-    add_schema(app, protocols, needs)
+    add_schema(app, body_kinds, needs)
     if has_page:
-        add_page(app, needs, answering.latest, worker.model.tokenizer, answering.writing)
+        add_page(app, needs, answers.latest, worker.model.tokenizer, answers.writing)
     add_error_handlers(app)
     return app
 
@@ -84,20 +84,22 @@ def make_key_check(key: str | None) -> Callable[[HttpRequest], Awaitable[None]]:
     return check
 
 
-def add_protocol(app: FastAPI, answering: Answering, protocol: type[Exchange], needs: list[Any]) -> None:
-    @app.post(protocol.path, dependencies=needs, openapi_extra=describe(protocol.body_kind))
+def add_protocol(
+    app: FastAPI, answers: HttpAnswers, protocol: type[Exchange], body_kind: type[BaseModel], needs: list[Any]
+) -> None:
+    @app.post(protocol.path, dependencies=needs, openapi_extra=describe(body_kind))
     async def answer(request: HttpRequest) -> Any:
-        return await answering.answer(request, protocol)
+        return await answers.answer(request, protocol, body_kind)
 
     router = APIRouter(dependencies=needs)
-    protocol.add_routes(router, answering.reader.served)
+    protocol.add_routes(router, answers.reader.served)
     app.include_router(router)
 
     if protocol.counting_path is not None:
 
         @app.post(protocol.counting_path, dependencies=needs, openapi_extra=describe(protocol.counted_kind))
         async def count(request: HttpRequest) -> Any:
-            return await answering.count(request, protocol)
+            return await answers.count(request, protocol)
 
 
 def add_models(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
@@ -131,14 +133,13 @@ def add_monitoring(app: FastAPI, worker: Worker, metrics: Metrics, needs: list[A
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def add_schema(app: FastAPI, protocols: Sequence[type[Exchange]], needs: list[Any]) -> None:
+def add_schema(app: FastAPI, body_kinds: Mapping[type[Exchange], type[BaseModel]], needs: list[Any]) -> None:
     """Adds the OpenAPI schema, with the bodies of all protocols."""
 
     @app.get("/openapi.json", dependencies=needs, include_in_schema=False)
     async def show_schema() -> Any:
-        bodies = [protocol.body_kind for protocol in protocols]
-        bodies += [protocol.counted_kind for protocol in protocols if protocol.counting_path is not None]
-        kinds = [(body, "validation") for body in bodies]
+        counted = [protocol.counted_kind for protocol in body_kinds if protocol.counting_path is not None]
+        kinds = [(body, "validation") for body in [*body_kinds.values(), *counted]]
         definitions = models_json_schema(kinds, ref_template=SCHEMAS + "{model}")[1]["$defs"]
         return app.openapi() | {"components": {"schemas": definitions}}
 
@@ -181,6 +182,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RuntimeError)
     async def fail(request: HttpRequest, reason: RuntimeError) -> Response:
         return respond(request, 503 if isinstance(reason, ServerEnds) else 500, clipped(reason))
+
+    @app.exception_handler(Exception)  # Starlette raises it again after the response, and uvicorn logs it
+    async def fail_unexpectedly(request: HttpRequest, reason: Exception) -> Response:
+        return respond(request, 500, f"the request failed ({type(reason).__name__}); see the server's log")
 
     @app.exception_handler(Gone)
     @app.exception_handler(ClientDisconnect)

@@ -1,5 +1,8 @@
-"""Reading of calls from HTTP requests: parses bodies, encodes prompts, and compiles constraints."""
+"""Reading of calls from HTTP requests: parses bodies, adapts calls to the model, and compiles their constraints."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -7,13 +10,17 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from treeflash_jax.constraints.compilation import Constraint
+from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint, as_tag
 from treeflash_jax.core.checks import WrongValue
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.error_text import clipped, warn
+from treeflash_jax.engine.call.prompts import Prompt
+from treeflash_jax.formats.messages import find_format
+from treeflash_jax.formats.messages.message_format import Demands
+from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.constraint_compiler import ConstraintCompiler
 from treeflash_jax.serve.limits import MOST_BODY_BYTES, parse_body
-from treeflash_jax.serve.model_inputs import model_prompts, model_settings
 from treeflash_jax.serve.protocols.exchange import Exchange, Served
+from treeflash_jax.serve.protocols.template_messages import template_messages
 from treeflash_jax.serve.server_call import ServerCall
 from treeflash_jax.serve.threads import Threads
 from treeflash_jax.serve.worker import Submission, Worker
@@ -101,6 +108,45 @@ class CallReader:
         if name not in (None, *self.names, self.worker.model.names[0]):
             message = f"got model {clipped(name, 60)!r}, expected {self.names[0]!r}"
             raise HTTPException(404, {"message": message, "param": "model", "code": "model_not_found"})
+
+
+def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Returns the prompts of a call for a model.
+
+    Raises ValueError for tools if the chat template takes none, and for forced calls if the format of calls is unknown.
+    """
+    if tokenizer is None or not call.is_chat:
+        return call.prompts
+    message_format = find_format(tokenizer)
+    tools = call.tools
+    if tools.described and "tools" not in message_format.template:
+        raise ValueError("got tools, but the chat template of this model has no place for them: send the request without")
+    if tools.described and not message_format.writes_calls:
+        reason = "this model writes calls in a format that is not read here"
+        if tools.is_forced:
+            raise ValueError(f"got tool_choice that demands a call, but {reason}")
+        warn(f"got tools, but {reason}: calls stay text")
+    template, thoughts_key = message_format.template, message_format.thoughts_key
+    return [
+        replace(chat, messages=template_messages(chat.messages, template, thoughts_key), tools=tools.described)
+        for chat in call.prompts
+    ]
+
+
+def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Returns the settings of a call. If calls of functions are constrained, its constraint is a structural tag."""
+    tools, functions = call.tools, call.tools.functions
+    given = {name: call.settings[name] for name in CONSTRAINT_NAMES if name in call.settings}
+    is_constrained = bool(given) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
+    if tokenizer is None or not functions or not is_constrained or not find_format(tokenizer).writes_calls:
+        return call.settings
+    [content] = [as_tag(name, value) for name, value in given.items()] or [None]
+    if content is not None:  # otherwise an answer could be neither valid content nor a valid call
+        functions = [replace(function, is_strict=True) for function in functions]
+    demands = Demands(content=content, functions=functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel)
+    tag = find_format(tokenizer).answer_tag(prompts[0], demands)
+    others = {name: value for name, value in call.settings.items() if name not in given}
+    return others | {"structural_tag": json.dumps(tag)}
 
 
 def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:

@@ -16,19 +16,18 @@ from treeflash_jax.core.error_text import clipped
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.serve.http_answers import KEPT_ANSWERS, Submitted
 from treeflash_jax.serve.threads import Threads
-
-KEPT_ANSWERS = 64  # number of answers whose trees the chat page can show
 
 
 def add_page(
-    app: FastAPI, needs: list[Any], latest: Mapping[str, Mapping[int, Result]], tokenizer: Tokenizer, threads: Threads
+    app: FastAPI, needs: list[Any], latest: Mapping[str, Submitted], tokenizer: Tokenizer, threads: Threads
 ) -> None:
     """Adds the chat page, and the rounds and trees of the latest answers.
 
     Args:
       needs: FastAPI dependencies of the paths that need the key.
-      latest: the last answers, by id of the request and index.
+      latest: the last answers, by id of the request.
       threads: threads that draft and draw trees.
     """
     page = resources.files("treeflash_jax.serve").joinpath("page.html").read_text(encoding="utf-8")
@@ -36,7 +35,7 @@ def add_page(
     drafting = asyncio.Lock()  # one tree at a time: each takes the caches of a whole context
 
     def find(answer_id: str) -> Result:
-        result = latest.get(answer_id, {}).get(0)
+        result = latest[answer_id].results.get(0) if answer_id in latest else None
         if result is None:
             message = f"got answer {clipped(answer_id, 60)!r}, expected one of the last {KEPT_ANSWERS}"
             raise HTTPException(404, message)

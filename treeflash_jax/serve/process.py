@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -30,8 +31,11 @@ KEEP_ALIVE = 75  # seconds; tools of an agent run between two requests, and a re
 LAST_SECOND = 1  # part of the grace period that is kept for sending errors to unfinished answers, and for ending
 
 
-def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> int:
+def serve(load: Callable[[], TreeFlash], config: GenerateConfig, options: ServeOptions) -> int:
     """Serves a model until SIGTERM or Ctrl-C. All programs are compiled before it listens.
+
+    Args:
+      load: function that returns the model; called once the port is taken and the options are checked.
 
     Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if decoding ended. If something is unfinished after the
     grace period, it does not return: the process ends.
@@ -40,7 +44,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     metrics = Metrics()
     listener = bind(options.host, options.port)
     hosts = allowed_hosts(options)
-    worker = Worker(model, config, metrics, options)
+    worker = Worker(load(), config, metrics, options)
     worker.start()
     app = make_app(
         worker,
@@ -58,7 +62,7 @@ def serve(model: TreeFlash, config: GenerateConfig, options: ServeOptions) -> in
     host = f"[{host}]" if ":" in host else host
     for number in SIGNALS:
         signal.signal(number, server.handle_exit)
-    name = app.state.answering.reader.served.name
+    name = app.state.answers.reader.served.name
     print(f"treeflash: serving {name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     return server.finish()
@@ -116,7 +120,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, grace: int):
         timeouts: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": max(LAST_SECOND, grace)}
         super().__init__(uvicorn.Config(app, http=TimedProtocol, log_level="warning", lifespan="off", **timeouts))
-        self._answering, self._grace = app.state.answering, grace
+        self._answers, self._grace = app.state.answers, grace
         self._signal: int | None = None
         self._end: float | None = None  # end of the grace period, in seconds of the monotonic clock
 
@@ -130,25 +134,25 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        return self._answering.worker.error is not None or await super().on_tick(counter)
+        return self._answers.worker.error is not None or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._end = time.monotonic() + max(LAST_SECOND, self._grace)
-        seconds = 0 if self._answering.worker.error is not None else max(0, self._grace - LAST_SECOND)
-        asyncio.get_running_loop().call_later(seconds, self._answering.end)
+        seconds = 0 if self._answers.worker.error is not None else max(0, self._grace - LAST_SECOND)
+        asyncio.get_running_loop().call_later(seconds, self._answers.end)
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # no traceback for each client that stopped reading
         await super().shutdown(sockets)
 
     def finish(self) -> int:
         """Ends the worker and returns the exit status. After the grace period, it ends the process instead."""
-        answering, end = self._answering, self._end or 0.0
-        has_ended = answering.worker.stop(max(0, end - time.monotonic()))
-        if answering.num_unfinished:
-            print(f"treeflash: ended with {answering.num_unfinished} requests unfinished", file=sys.stderr, flush=True)
-        if answering.worker.error is not None:
-            print(f"treeflash: error: decoding ended: {clipped(answering.worker.error)}", file=sys.stderr, flush=True)
+        answers, end = self._answers, self._end or 0.0
+        has_ended = answers.worker.stop(max(0, end - time.monotonic()))
+        if answers.num_unfinished:
+            print(f"treeflash: ended with {answers.num_unfinished} requests unfinished", file=sys.stderr, flush=True)
+        if answers.worker.error is not None:
+            print(f"treeflash: error: decoding ended: {clipped(answers.worker.error)}", file=sys.stderr, flush=True)
             return 1
-        if answering.num_unfinished or answering.num_busy or not has_ended:  # Python would wait for threads when it ends
+        if answers.num_unfinished or answers.num_busy or not has_ended:  # Python would wait for threads when it ends
             number = self._signal or signal.SIGTERM
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

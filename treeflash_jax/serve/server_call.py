@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES
 from treeflash_jax.core.checks import WrongValue, expect
@@ -118,14 +118,14 @@ class Delta:
     """A piece of one answer: parts, and tokens with their log-probabilities if the client requests them.
 
     Attributes:
-      finished: "stop", "length", or "calls" (the answer ends with calls); None while the answer grows.
+      finished: why the answer ended ("calls": with calls of functions); None while it grows.
       stop: the stop string that ended the answer, if one did.
     """
 
     index: int
     parts: list[Part]
     positions: list[TokenPosition] | None = None
-    finished: str | None = None
+    finished: Literal["stop", "length", "calls"] | None = None
     stop: str | None = None
 
     def text(self, kind: type[Content] | type[Thought]) -> str:

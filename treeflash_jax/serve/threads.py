@@ -49,5 +49,8 @@ class Threads:
                 loop.call_soon_threadsafe(end, result, error)
 
         self.busy += 1
-        threading.Thread(target=work, name="treeflash request", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="treeflash request", daemon=True).start()
+        except Exception as error:  # for example, the system allows no more threads
+            end(None, error)
         return await future

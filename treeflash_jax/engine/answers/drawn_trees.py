@@ -7,20 +7,33 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.engine.answers.answering_model import AnsweringModel
+from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.batching import Batch, make_batch
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import DraftTree
+
+
+class AnsweringModel(Protocol):
+    """The attributes of a `TreeFlash` that its answers read; `TreeFlash` describes them."""
+
+    verifier: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer | None
+    mesh: Mesh | None
 
 
 class DraftAgain:

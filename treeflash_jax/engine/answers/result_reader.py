@@ -13,9 +13,8 @@ from treeflash_jax.core import sharding
 from treeflash_jax.core.error_text import logger
 from treeflash_jax.decoding.processors import processor_name
 from treeflash_jax.decoding.state import LogProbs
-from treeflash_jax.engine.answers.answering_model import AnsweringModel
-from treeflash_jax.engine.answers.drawn_trees import DraftAgain
-from treeflash_jax.engine.answers.results import Chunk, Result, Score
+from treeflash_jax.engine.answers.drawn_trees import AnsweringModel, DraftAgain
+from treeflash_jax.engine.answers.results import Chunk, Finished, Result, Score
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.schedule.scheduler import Scheduler
 from treeflash_jax.formats.answer_text import AnswerText
@@ -82,7 +81,8 @@ class ResultReader:
     def read_results(self, slots: Sequence[int]) -> list[Result]:
         """Returns the answers so far in these slots.
 
-        Raises ValueError for NaN logits. Warns if an answer ended because the call's processor allowed no token.
+        Raises ValueError for NaN, in logits or in the prompt's score. Warns if an answer ended because the call's processor
+        allowed no token.
         """
         scheduler = self._scheduler
         runner, plan, clock = scheduler.runner, scheduler.runner.plan, scheduler.runner.clock
@@ -92,6 +92,8 @@ class ResultReader:
             settings = request.settings
             if answer.is_blocked:
                 _explain_no_token(request, len(answer.ids), runner.weights.processor)
+            if answer.score is not None and np.isnan(answer.score.log_probs[1:]).any():
+                raise ValueError(f"got NaN as log-probability of a prompt's token, expected a number: {DAMAGED}")
             ids, finished = find_end(answer, settings.stop_ids, is_interrupted=scheduler.is_interrupted)
             accept_lengths, cut = cut_rounds(answer.accepted, len(ids))
             expected_lengths = answer.expected_lengths[: len(accept_lengths)]
@@ -160,11 +162,11 @@ class ResultReader:
         return self._answers[request.number]
 
 
-def find_end(answer: GrowingAnswer, stop_ids: Collection[int], *, is_interrupted: bool) -> tuple[list[int], str]:
+def find_end(answer: GrowingAnswer, stop_ids: Collection[int], *, is_interrupted: bool) -> tuple[list[int], Finished]:
     """Returns the token ids of an answer up to its end, and why it ended, as in `Result.finished`."""
     if answer.text is not None and answer.text.has_stop:
         return [*answer.text.ids], "stop"
-    finished = "length"
+    finished: Finished = "length"
     if answer.is_blocked:
         finished = "blocked"
     elif answer.ids and answer.is_done and answer.ids[-1] in stop_ids:
@@ -199,11 +201,9 @@ def _read_log_probs(
 
 
 def _read_score(request: Request, slot: int, log_probs: LogProbs) -> Score:
-    """Returns the score of a prompt in a slot. Raises ValueError for NaN."""
+    """Returns the score of a prompt in a slot."""
     ids, num_top = request.ids, request.settings.top_log_probs
     token_s, top_s = _read_log_probs(log_probs, slot, slice(1, len(ids)), num_top)
-    if np.isnan(token_s).any():
-        raise ValueError(f"got NaN as log-probability of a prompt's token, expected a number: {DAMAGED}")
     return Score(ids=ids, log_probs=[None, *token_s], top_log_probs=[None, *top_s] if num_top else None)
 
 

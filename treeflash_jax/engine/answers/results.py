@@ -4,11 +4,13 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
+from typing import Literal
 
-from treeflash_jax.core.checks import whole
+from treeflash_jax.core.checks import integer
 from treeflash_jax.core.error_text import logger
 from treeflash_jax.engine.answers.drawn_trees import DraftAgain, DrawnTree
 
+Finished = Literal["stop", "length", "blocked", "interrupted"]
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 LOW_TAU_QUESTION = "was the drafter trained for another verifier, revision or prompt format?"
 
@@ -65,7 +67,7 @@ class Result:
     prompt_ids: list[int]
     builder: str
     accept_lengths: list[int]
-    finished: str
+    finished: Finished
     seconds: float = 0.0
     compile_seconds: float = 0.0
     tokens_per_second: float = 0.0
@@ -130,7 +132,7 @@ class Result:
             raise ValueError("this is a copy of a result, without the model that drafts; the original draws its trees")
         if round_index is None:
             round_index = max(range(len(self.accept_lengths)), key=self.accept_lengths.__getitem__)
-        round_index = whole(round_index, "round", most=len(self.accept_lengths) - 1)
+        round_index = integer(round_index, "round", most=len(self.accept_lengths) - 1)
         return self.draft_again(self.ids, self.accepted_before_cut, round_index)
 
 

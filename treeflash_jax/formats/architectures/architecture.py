@@ -40,7 +40,7 @@ class Key:
             return self.default(keys, fields)
         default = None if callable(self.default) else self.default
         if self.kind is int:
-            return keys.whole(self.name, default, most=self.most)
+            return keys.integer(self.name, default, most=self.most)
         return {float: keys.number, bool: keys.truth}[self.kind](self.name, default)
 
 

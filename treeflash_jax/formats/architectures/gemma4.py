@@ -66,13 +66,13 @@ def _derive(keys: Keys, fields: Mapping[str, Any], input_size: int, window: int)
     num_layers, vocab_size = fields["num_layers"], fields["vocab_size"]
     types = keys.raw.get("layer_types") or [FULL if i % 6 == 5 else SLIDING for i in range(num_layers - 1)] + [FULL]
     keys.expect(types[-1] == FULL, "last of layer_types", types[-1], FULL)
-    num_shared = keys.whole("num_kv_shared_layers", 0, least=0, most=num_layers - 1)
+    num_shared = keys.integer("num_kv_shared_layers", 0, least=0, most=num_layers - 1)
     has_own = {*types[: num_layers - num_shared]}
     keys.expect({*types} == has_own, "num_kv_shared_layers", num_shared, "a layer of each kind before these")
     kinds = [name if i < num_layers - num_shared else f"shared_{name}" for i, name in enumerate(types)]
-    input_size = keys.whole("hidden_size_per_layer_input", input_size, least=0)
+    input_size = keys.integer("hidden_size_per_layer_input", input_size, least=0)
     if input_size:
-        rows = keys.whole("vocab_size_per_layer_input", 262_144)
+        rows = keys.integer("vocab_size_per_layer_input", 262_144)
         keys.expect(rows == vocab_size, "vocab_size_per_layer_input", rows, f"the vocabulary of {vocab_size}")
     kind_sizes = _sizes(keys, fields, types)
     wide = 2 if keys.truth("use_double_wide_mlp", False) else 1
@@ -82,7 +82,7 @@ def _derive(keys: Keys, fields: Mapping[str, Any], input_size: int, window: int)
         "layer_types": tuple(kinds),
         "sizes": tuple(all_sizes.items()),
         "rope": kind_sizes[SLIDING].rope,
-        "window": keys.whole("sliding_window", window),
+        "window": keys.integer("sliding_window", window),
         "layer_input_size": input_size,
         "embedding_factor": math.sqrt(fields["hidden_size"]),
         **_experts(keys),
@@ -94,9 +94,9 @@ def _sizes(keys: Keys, fields: Mapping[str, Any], types: list[str]) -> dict[str,
     names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
     usual = {key: fields[field] for key, field in names.items()}
     is_same = keys.truth("attention_k_eq_v", False)
-    full = {**usual, "head_dim": keys.whole("global_head_dim", 512)}
+    full = {**usual, "head_dim": keys.integer("global_head_dim", 512)}
     if is_same and "num_global_key_value_heads" in keys:
-        full["num_key_value_heads"] = keys.whole("num_global_key_value_heads")
+        full["num_key_value_heads"] = keys.integer("num_global_key_value_heads")
     if "per_layer_config" in keys:
         full = _listed_sizes(keys.table("per_layer_config"), usual, types)
     heads, kv_heads = fields["num_heads"], full["num_key_value_heads"]
@@ -122,7 +122,7 @@ def _listed_sizes(listed: Keys, usual: Mapping[str, int], types: list[str]) -> d
     for layer, kind in enumerate(types):
         given = listed.table(str(layer))
         given.check_known(usual)
-        by_kind[kind].append({key: given.whole(key, value) for key, value in usual.items()})
+        by_kind[kind].append({key: given.integer(key, value) for key, value in usual.items()})
     for kind, sizes in by_kind.items():
         is_one = all(size == sizes[0] for size in sizes)
         listed.expect(is_one, f"sizes of {kind} layers", sizes[-1], f"those of all layers of the kind, {sizes[0]}")
@@ -146,12 +146,12 @@ def _experts(keys: Keys) -> dict[str, Any]:
     """Returns the fields of the experts; {} for dense models."""
     if not keys.truth("enable_moe_block", False):
         return {}
-    num_experts, each = keys.whole("num_experts", most=MAX_EXPERTS), keys.whole("top_k_experts")
+    num_experts, each = keys.integer("num_experts", most=MAX_EXPERTS), keys.integer("top_k_experts")
     keys.expect(each <= num_experts, "top_k_experts", each, f"at most {num_experts}, the number of experts")
     return {
         "num_experts": num_experts,
         "experts_per_token": each,
-        "expert_size": keys.whole("moe_intermediate_size"),
+        "expert_size": keys.integer("moe_intermediate_size"),
         "normalize_experts": True,
         "dense_beside_experts": True,
     }

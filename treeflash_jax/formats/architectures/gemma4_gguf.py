@@ -45,12 +45,12 @@ def split_keys(keys: Keys, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
     Raises ValueError for lists that do not match, or a rotation that is not implemented.
     """
-    count, head_dim = keys.whole("block_count"), keys.whole("attention.key_length")
+    count, head_dim = keys.integer("block_count"), keys.integer("attention.key_length")
     pattern = keys.value(list[bool], "attention.sliding_window_pattern", None, "true or false for each layer")
     keys.expect(len(pattern) == count, "attention.sliding_window_pattern", pattern, f"one for each of {count} layers")
     types = [SLIDING if is_windowed else FULL for is_windowed in pattern]
     keys.expect({*types} == {FULL, SLIDING}, "attention.sliding_window_pattern", pattern, "layers of both kinds")
-    more = {name: keys.whole(key, 0, least=0) for name, key in _SIZES.items()}
+    more = {name: keys.integer(key, 0, least=0) for name, key in _SIZES.items()}
     num_shared, first_full = more["num_kv_shared_layers"], types.index(FULL)
     kv_heads = _by_layer(keys, "attention.head_count_kv", count)
     keys.expect(
@@ -70,7 +70,7 @@ def split_keys(keys: Keys, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], 
         "num_global_key_value_heads": kv_heads[first_full],
         "use_double_wide_mlp": wide == 2,
         "enable_moe_block": more["num_experts"] > 0,
-        "sliding_window": keys.whole("attention.sliding_window"),
+        "sliding_window": keys.integer("attention.sliding_window"),
         "final_logit_softcapping": keys.number("final_logit_softcapping") if "final_logit_softcapping" in keys else None,
         "rope_parameters": _rotations(keys, head_dim, tensors.get(ROPE_DIVISORS)),
     }

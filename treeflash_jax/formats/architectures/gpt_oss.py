@@ -70,7 +70,7 @@ class EverySecond:
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of experts, the kind of each layer and the window."""
     keys.table("quantization_config").check_only({"quant_method": ("mxfp4",)})
-    window = keys.whole("sliding_window", 128)
+    window = keys.integer("sliding_window", 128)
     types = keys.raw.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(fields["num_layers"])]
     return {"layer_types": tuple(types), "window": window} | qwen3_moe.derive(keys, fields)
 

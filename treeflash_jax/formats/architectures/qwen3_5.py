@@ -64,11 +64,11 @@ _SHARED = {
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the kind of each layer and the sizes of delta-rule layers."""
-    interval, num_layers = keys.whole("full_attention_interval", 4), fields["num_layers"]
+    interval, num_layers = keys.integer("full_attention_interval", 4), fields["num_layers"]
     types = keys.raw.get("layer_types") or [
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
     ]
-    delta = DeltaSizes(**{field: keys.whole(key, default) for key, (field, default) in _SIZES.items()})
+    delta = DeltaSizes(**{field: keys.integer(key, default) for key, (field, default) in _SIZES.items()})
     got, key_heads = delta.value_heads, delta.key_heads
     keys.expect(got % key_heads == 0, "linear_num_value_heads", got, f"a multiple of {key_heads} key heads")
     keys.expect(delta.conv_width > 1, "linear_conv_kernel_dim", delta.conv_width, "a whole number of at least 2")

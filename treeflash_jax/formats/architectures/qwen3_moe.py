@@ -30,8 +30,8 @@ FUSED = {  # files with a tensor for all experts of a layer; gate and up are con
 def derive(keys: Keys, fields: Mapping[str, Any], default: int = 128) -> dict[str, Any]:
     """Returns the number of experts (`default` if a file does not state it) and the dense layers."""
     _, key = find_key((keys, "num_experts"), (keys, "num_local_experts"))
-    experts = keys.whole(key, least=0, most=MAX_EXPERTS) if key in keys else default
-    count, step = fields["num_layers"], keys.whole("decoder_sparse_step", 1)
+    experts = keys.integer(key, least=0, most=MAX_EXPERTS) if key in keys else default
+    count, step = fields["num_layers"], keys.integer("decoder_sparse_step", 1)
     listed = keys.ids("mlp_only_layers", INT32, required=False)
     keys.expect(max(listed, default=0) < count, "mlp_only_layers", list(listed), f"layers from 0 to {count - 1}")
     if experts == 0:

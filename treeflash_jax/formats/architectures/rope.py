@@ -95,7 +95,7 @@ def _llama3(keys: Keys, theta: float) -> Rope:
         factor=keys.number("factor", least=1),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_positions=keys.whole(_ORIGINAL),
+        original_max_positions=keys.integer(_ORIGINAL),
     )
 
 
@@ -106,7 +106,7 @@ def attention_growth(factor: float, scale: float = 1.0) -> float:
 
 def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
     """Computes YaRN as transformers 5 does. Null means the default; for `factor`, null means the ratio of the contexts."""
-    original = keys.whole(_ORIGINAL) if _ORIGINAL in keys else max_positions
+    original = keys.integer(_ORIGINAL) if _ORIGINAL in keys else max_positions
     factor = max_positions / original
     if keys.raw.get("factor", 0) is not None:
         factor = keys.number("factor", least=1)

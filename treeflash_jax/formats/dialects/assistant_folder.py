@@ -48,13 +48,13 @@ class Assistant(Dialect):
         layers = _read_layers(Keys({"tie_word_embeddings": True, **text.raw}, text.where), model_type)
         clusters: dict[str, Any] = {}
         if keys.truth("use_ordered_embeddings", False):
-            number = keys.whole("num_centroids", 2048, most=layers.vocab_size)
+            number = keys.integer("num_centroids", 2048, most=layers.vocab_size)
             is_even = layers.vocab_size % number == 0
             keys.expect(is_even, "num_centroids", number, f"a divisor of the vocabulary of {layers.vocab_size}")
-            top = keys.whole("centroid_intermediate_top_k", 32, most=number)
+            top = keys.integer("centroid_intermediate_top_k", 32, most=number)
             clusters = {"num_clusters": number, "top_clusters": top}
             clusters["children"] = min(AssistantDrafter.children, top * (layers.vocab_size // number))
-        return AssistantDrafter(layers=layers, target_hidden_size=keys.whole("backbone_hidden_size"), **clusters)
+        return AssistantDrafter(layers=layers, target_hidden_size=keys.integer("backbone_hidden_size"), **clusters)
 
     def select(self, path: Path, config: AssistantDrafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Raises ValueError unless the clusters contain every token exactly once."""
@@ -78,8 +78,8 @@ def _read_layers(text: Keys, model_type: str) -> ModelConfig:
     """
     family = FAMILIES[model_type]
     text.check_only({"model_type": (family.model_type,), **TEXT_ONLY})
-    number = text.whole("num_hidden_layers")
-    shared = text.whole("num_kv_shared_layers", number, least=0) or number
+    number = text.integer("num_hidden_layers")
+    shared = text.integer("num_kv_shared_layers", number, least=0) or number
     text.expect(shared == number, "num_kv_shared_layers", shared, f"{number}, all layers")
     sizes = family.read(Keys({**text.raw, "num_kv_shared_layers": 0}, text.where))
     return replace(

@@ -93,10 +93,10 @@ class BlockFolder(Dialect):
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)
         else:
-            taps = default_target_layers(keys.whole("num_target_layers"), layers.num_layers)
+            taps = default_target_layers(keys.integer("num_target_layers"), layers.num_layers)
             warn(f"{dflash.where} names no target_layer_ids: outputs of layers {list(taps)} are read, by DFlash's rule")
         table, key = find_key((keys, "block_size"), (dflash, "block_size"))
-        block_size = table.whole(key, least=2, most=MAX_NODES)
+        block_size = table.integer(key, least=2, most=MAX_NODES)
         keys.expect(not sliding or window >= block_size, "sliding_window", window, f"at least block_size {block_size}")
         table, key = find_key(*((table, key) for table in (keys, dflash) for key in ALIGNMENT))
         shifted = table.truth(key) if key in table else self.shifted
@@ -110,9 +110,9 @@ class BlockFolder(Dialect):
         config = BlockDrafter(
             layers=layers,
             block_size=block_size,
-            mask_token_id=dflash.whole("mask_token_id", least=0),
+            mask_token_id=dflash.integer("mask_token_id", least=0),
             taps=taps,
-            num_target_layers=keys.whole("num_target_layers") if "num_target_layers" in keys.raw else None,
+            num_target_layers=keys.integer("num_target_layers") if "num_target_layers" in keys.raw else None,
             shifted=shifted,
             causal_layers=causal,
             sliding_layers=sliding,
@@ -229,8 +229,8 @@ class TreeFlashFolder(DFlashFolder):
         config = replace(
             super().read_config(path, keys),
             head=heads[head],
-            head_rank=treeflash.whole("head_rank", BlockDrafter.head_rank),
-            num_nodes=treeflash.whole("candidate_tokens", 16, most=MAX_NODES),
+            head_rank=treeflash.integer("head_rank", BlockDrafter.head_rank),
+            num_nodes=treeflash.integer("candidate_tokens", 16, most=MAX_NODES),
             drafter_temperature=treeflash.number("drafter_temperature", 1.0),
             tau=treeflash.number("tau") if "tau" in treeflash.raw else None,
         )
@@ -239,7 +239,7 @@ class TreeFlashFolder(DFlashFolder):
             return config
         sizes = treeflash.table("head_sizes")
         sizes.check_known(asdict(usual))
-        read = {int: partial(sizes.whole, least=0), float: sizes.number}
+        read = {int: partial(sizes.integer, least=0), float: sizes.number}
         given = {name: read[type(value)](name) for name, value in asdict(usual).items() if name in sizes}
         return replace(config, head_sizes=replace(usual, **given))
 
@@ -264,4 +264,4 @@ def read_windows(keys: Keys) -> tuple[Keys, tuple[int, ...], int]:
     keys.check_only({"use_sliding_window": (True,)})
     full = {"layer_types": [FULL if name == SLIDING else name for name in types], "use_sliding_window": False}
     sliding = tuple(number for number, name in enumerate(types) if name == SLIDING)
-    return Keys({**keys.raw, **full}, keys.where), sliding, keys.whole("sliding_window")
+    return Keys({**keys.raw, **full}, keys.where), sliding, keys.integer("sliding_window")

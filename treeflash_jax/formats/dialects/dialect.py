@@ -92,8 +92,8 @@ def read_our_fields(keys: Keys, names: Collection[str]) -> dict[str, Any]:
     """Returns the named fields of a drafter from its config.json: fields of OUR_FIELDS, or "thinking"."""
     keys = keys.table(OUR_KEY)
     keys.check_known(names)
-    whole = partial(keys.whole, most=MAX_NODES)
-    kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
+    integer = partial(keys.integer, most=MAX_NODES)
+    kinds = {"num_depths": integer, "num_nodes": integer, "thinking": keys.truth}
     return {name: kinds.get(name, keys.number)(name) for name in names if name in keys.raw}
 
 

@@ -67,8 +67,8 @@ class Eagle3(Dialect):
                 f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
             )
         layers = self._layers(keys)
-        target = keys.whole("target_hidden_size") if "target_hidden_size" in keys else layers.hidden_size
-        draft_vocab_size = keys.whole("draft_vocab_size", layers.vocab_size, most=layers.vocab_size)
+        target = keys.integer("target_hidden_size") if "target_hidden_size" in keys else layers.hidden_size
+        draft_vocab_size = keys.integer("draft_vocab_size", layers.vocab_size, most=layers.vocab_size)
         options = {name: keys.truth(name, False) for name in OPTIONS if name != "norm_output" or self.norm_is_optional}
         if options["fc_norm"] and options["norm_before_fc"]:
             raise ValueError(f"{keys.where}: got fc_norm and norm_before_fc, expected one of them")
@@ -98,7 +98,7 @@ class Eagle3(Dialect):
         if self.is_nested:
             keys.check_known(known)
             inside, known = keys.table("transformer_layer_config", required=True), set()
-        num_layers = inside.whole("num_hidden_layers", 1)
+        num_layers = inside.integer("num_hidden_layers", 1)
         keys.expect(num_layers == 1, "num_hidden_layers", num_layers, "1: only one layer is implemented")
         architecture, known_types = architectures.recognise(inside), " or ".join(map(repr, _MODEL_TYPES))
         keys.expect(architecture.model_type in _MODEL_TYPES, "model_type", architecture.model_type, known_types)

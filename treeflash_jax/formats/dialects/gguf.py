@@ -114,10 +114,10 @@ def _as_config_json(file: File) -> dict[str, Any]:
         keys = replace(keys, raw=raw)
     keys.check_known({*sizes.values(), *_ALSO_READ, *_NEUTRAL})
     keys.check_only({key: (value,) for key, value in _NEUTRAL.items() if key not in sizes.values()})
-    raw: dict[str, Any] = {key: keys.whole(name) for key, name in sizes.items()}
-    head_dim = keys.whole("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])
+    raw: dict[str, Any] = {key: keys.integer(name) for key, name in sizes.items()}
+    head_dim = keys.integer("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])
     for key in ("attention.value_length", "rope.dimension_count"):
-        keys.expect(keys.whole(key, head_dim) == head_dim, key, keys.raw.get(key), f"{head_dim}, the length of a key")
+        keys.expect(keys.integer(key, head_dim) == head_dim, key, keys.raw.get(key), f"{head_dim}, the length of a key")
     if "rope_parameters" not in more:
         more = more | {"rope_parameters": _rope(file, keys, head_dim, raw["max_position_embeddings"])}
     if architecture.gguf_sizes:
@@ -125,7 +125,7 @@ def _as_config_json(file: File) -> dict[str, Any]:
     return raw | {
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(file, values.get("vocab_size")),
-        "num_key_value_heads": keys.whole("attention.head_count_kv", raw["num_attention_heads"]),
+        "num_key_value_heads": keys.integer("attention.head_count_kv", raw["num_attention_heads"]),
         "head_dim": head_dim,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -161,7 +161,7 @@ def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str
         return raw | {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": keys.whole("rope.scaling.original_context_length", max_positions),
+            "original_max_position_embeddings": keys.integer("rope.scaling.original_context_length", max_positions),
             "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
             "attention_factor": keys.number("rope.scaling.attn_factor", 1.0) * rope.attention_growth(factor),

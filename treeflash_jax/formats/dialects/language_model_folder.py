@@ -57,7 +57,7 @@ def read_steering(keys: Keys) -> Steering | None:
     keys.check_known({"taps", "width"})
     taps = keys.value(list[int], "taps", None, "three layers of the verifier", least=0)
     keys.expect(len(taps) == 3, "taps", taps, "three layers of the verifier")
-    return Steering(taps=tuple(taps), width=keys.whole("width"))
+    return Steering(taps=tuple(taps), width=keys.integer("width"))
 
 
 def steering_entries(num_layers: int) -> dict[str, Any]:

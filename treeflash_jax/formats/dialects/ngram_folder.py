@@ -23,12 +23,12 @@ class Ngram(Dialect):
     def read_config(self, path: Path, keys: Keys) -> NgramDrafter:
         sizes, usual = keys.table("ngram_config", required=True), NgramDrafter()
         sizes.check_known({"longest", "shortest", "num_depths", "num_nodes"})
-        longest = sizes.whole("longest", usual.longest, most=64)
+        longest = sizes.integer("longest", usual.longest, most=64)
         return NgramDrafter(
             longest=longest,
-            shortest=sizes.whole("shortest", min(usual.shortest, longest), most=longest),
-            num_depths=sizes.whole("num_depths", usual.num_depths, most=MAX_NODES - 1),
-            num_nodes=sizes.whole("num_nodes", usual.num_nodes, most=MAX_NODES),
+            shortest=sizes.integer("shortest", min(usual.shortest, longest), most=longest),
+            num_depths=sizes.integer("num_depths", usual.num_depths, most=MAX_NODES - 1),
+            num_nodes=sizes.integer("num_nodes", usual.num_nodes, most=MAX_NODES),
         )
 
     def opened(self, path: Path, config: NgramDrafter) -> AbstractContextManager[dict[str, Tensor]]:

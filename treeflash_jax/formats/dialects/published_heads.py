@@ -41,10 +41,10 @@ class Domino(BlockFolder):
 
     def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         table, key = find_key((dflash, "emb_dim"), (keys, "emb_dim"))
-        sizes = GruSizes(dflash.whole("gru_hidden_dim"), dflash.whole("pure_draft_prefix_len", 0, least=0))
+        sizes = GruSizes(dflash.integer("gru_hidden_dim"), dflash.integer("pure_draft_prefix_len", 0, least=0))
         most = config.block_size - 1
         dflash.expect(sizes.prefix <= most, "pure_draft_prefix_len", sizes.prefix, f"at most {most}")
-        return {"head": "gru", "head_rank": table.whole(key), "head_sizes": sizes, "candidates": PATH_CANDIDATES}
+        return {"head": "gru", "head_rank": table.integer(key), "head_sizes": sizes, "candidates": PATH_CANDIDATES}
 
 
 class DSpark(BlockFolder):
@@ -80,7 +80,7 @@ class DSpark(BlockFolder):
         heads = {"vanilla": "lowrank", "gated": "lowrank-gated", "rnn": "lowrank-rnn"}
         kind = dflash.raw.get("markov_head_type", "vanilla")
         dflash.expect(kind in [*heads], "markov_head_type", kind, f"one of {', '.join(heads)}")
-        return {"head": heads[kind], "head_rank": dflash.whole("markov_rank"), "candidates": PATH_CANDIDATES}
+        return {"head": heads[kind], "head_rank": dflash.integer("markov_rank"), "candidates": PATH_CANDIDATES}
 
 
 class DFlash2(BlockFolder):
@@ -95,10 +95,10 @@ class DFlash2(BlockFolder):
         return super().recognises(path, keys) and "selector_rank" in keys.raw["dflash_config"]
 
     def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
-        top_k = dflash.whole("selector_top_k", most=config.layers.vocab_size)
+        top_k = dflash.integer("selector_top_k", most=config.layers.vocab_size)
         return {
             "head": "selector",
-            "head_rank": dflash.whole("selector_rank"),
+            "head_rank": dflash.integer("selector_rank"),
             "head_sizes": CandidateSelectorSizes(top_k),
             "candidates": top_k,
             **read_convolution(dflash, config),
@@ -124,16 +124,16 @@ class LiLiCorr(BlockFolder):
 
     def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         dflash.check_only({"lilicorr_enabled": (True,)})
-        width = dflash.whole("lilicorr_hidden_size", least=0) or config.layers.hidden_size
-        num_heads = dflash.whole("lilicorr_num_heads")
+        width = dflash.integer("lilicorr_hidden_size", least=0) or config.layers.hidden_size
+        num_heads = dflash.integer("lilicorr_num_heads")
         dflash.expect(width % num_heads == 0, "lilicorr_num_heads", num_heads, f"a divisor of width {width}")
         sizes = LiLiCorrSizes(
             width=width,
-            top_k=dflash.whole("lilicorr_candidate_topk", most=config.layers.vocab_size),
-            num_layers=dflash.whole("lilicorr_num_layers"),
+            top_k=dflash.integer("lilicorr_candidate_topk", most=config.layers.vocab_size),
+            num_layers=dflash.integer("lilicorr_num_layers"),
             num_heads=num_heads,
             mlp_width=int(width * dflash.number("lilicorr_mlp_ratio")),
-            factor_dim=dflash.whole("lilicorr_factor_dim"),
+            factor_dim=dflash.integer("lilicorr_factor_dim"),
             vector_eps=dflash.number("lilicorr_vector_eps"),
             logit_scale=dflash.number("lilicorr_logit_scale"),
         )
@@ -167,6 +167,6 @@ class Squeezed:
 def read_convolution(dflash: Keys, config: BlockDrafter) -> dict[str, int]:
     """Returns the channels per group of DFlash2's convolutions."""
     dflash.check_only({"conv_kernel_size": (2,)})
-    group, width = dflash.whole("conv_group_size"), config.layers.hidden_size
+    group, width = dflash.integer("conv_group_size"), config.layers.hidden_size
     dflash.expect(width % group == 0, "conv_group_size", group, f"a divisor of {width}")
     return {"conv_group": group}

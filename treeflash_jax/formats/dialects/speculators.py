@@ -108,7 +108,7 @@ class SpeculatorsBlock(BlockFolder):
         inside = {name: keys.raw[name] for name in moved if name in keys} | {"target_layer_ids": taps}
         outside = {name: keys.raw[name] for name in OUTSIDE if name in keys}
         config = super().read_config(path, Keys({**layers, **outside, "dflash_config": inside}, keys.where))
-        size = keys.whole("draft_vocab_size", vocab_size, most=vocab_size)
+        size = keys.integer("draft_vocab_size", vocab_size, most=vocab_size)
         is_noncausal = keys.truth("sliding_window_non_causal", self.is_noncausal)
         return replace(
             config,

@@ -44,7 +44,10 @@ class Served:
     noted: set[str] = field(default_factory=set)
 
     def note(self, texts: Iterable[str]) -> None:
-        """Logs what is ignored in a request, each text once. After MOST_NOTES texts, it logs nothing."""
+        """Logs what is ignored in a request, each text once. After MOST_NOTES texts, it logs nothing.
+
+        It takes no lock: threads that read requests at the same time may together log a few more.
+        """
         for line in map(clipped, texts):
             if len(self.noted) >= MOST_NOTES:
                 return
@@ -79,7 +82,7 @@ class Exchange(ABC):
         """Returns the call that the body describes. Raises ValueError for wrong or unsupported fields."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    def response(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         """Returns the response with whole answers, each as one Delta."""
 
     @abstractmethod

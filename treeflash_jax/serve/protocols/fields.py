@@ -10,7 +10,6 @@ from pydantic import create_model
 from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.settings.generate_config import MAX_TOP_LOG_PROBS, GenerateConfig, number_types
 from treeflash_jax.serve.protocols.constraint_fields import FAIL_FAST, ConstraintFields
-from treeflash_jax.serve.protocols.exchange import Exchange
 from treeflash_jax.serve.server_call import MOST_SAMPLES
 
 Ids = Annotated[list[int], FAIL_FAST]
@@ -83,11 +82,6 @@ def with_numbers(body: type[B], config: type[GenerateConfig]) -> type[B]:
     kind = create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
     kind.numbers = tuple(number_types(config))
     return kind
-
-
-def protocol_with_numbers(protocol: type[Exchange], config: type[GenerateConfig]) -> type[Exchange]:
-    """Returns a protocol whose requests also have a field for every setting that is a number of a request."""
-    return type(protocol.__name__, (protocol,), {"body_kind": with_numbers(protocol.body_kind, config)})
 
 
 def check_template(arguments: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.error_text import warn
 from treeflash_jax.engine.call.prompts import Chat
 from treeflash_jax.formats.messages.message_format import Content, FunctionCall, Part, Thought
 from treeflash_jax.serve.protocols.anthropic_blocks import join_blocks
@@ -102,13 +101,13 @@ class MessagesBody(Body):
             is_parallel=not choice.disable_parallel_tool_use,
         )
 
-    def note_ignored(self) -> None:
-        """Logs fields that are accepted but ignored, each once per process."""
+    def ignored_fields(self) -> Iterable[str]:
+        """Yields the names of given fields that are accepted but ignored."""
         for name in ("budget_tokens", "display"):
             if self.thinking is not None and getattr(self.thinking, name) is not None:
-                warn(f"/v1/messages: thinking.{name} is ignored")
+                yield f"thinking.{name}"
         if self.context_management:
-            warn("/v1/messages: context_management is ignored")
+            yield "context_management"
 
 
 class CountBody(MessagesBody):
@@ -133,7 +132,7 @@ class MessagesExchange(Exchange):
 
     def read_call(self) -> ServerCall:
         body = self.body
-        body.note_ignored()
+        self.served.note(f"{self.path}: {name} is ignored" for name in body.ignored_fields())
         messages = join_blocks(body.system, body.messages)
         continued = bool(messages) and messages[-1]["role"] == "assistant"
         if continued:
@@ -148,7 +147,7 @@ class MessagesExchange(Exchange):
             sent_names=body.sent_names(),
         )
 
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    def response(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         [answer] = answers
         blocks: list[dict[str, Any]] = []
         for part in answer.parts:

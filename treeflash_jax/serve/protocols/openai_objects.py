@@ -35,7 +35,7 @@ class ChoicesExchange(Exchange):
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    def response(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = [self._choice(answer) for answer in answers]
         return self._object(self.object_type, choices) | {"usage": completion_usage(usage)}
 

@@ -113,6 +113,6 @@ def _check_text(content: Any, place: str) -> None:
         return
     expect(isinstance(content, list), place, content, "a text or a list of parts")
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         expect(kind in TEXTS, f"{place}.{number}.type", kind, "input_text or output_text: the model reads text only")
         expect(isinstance(part.get("text"), str), f"{place}.{number}.text", part.get("text"), "a text")

@@ -127,7 +127,7 @@ class ResponsesExchange(Exchange):
             sent_names=body.sent_names(),
         )
 
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    def response(self, answers: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         [answer] = answers
         for _ in self._add(answer):
             pass

@@ -10,7 +10,7 @@ import treeflash_jax as tf
 from treeflash_jax.engine.answers.results import Chunk
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.serve.answer_reader import AnswerReader
+from treeflash_jax.serve.delta_reader import DeltaReader
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.protocols.chat_completions import ChatBody, ChatExchange
 from treeflash_jax.serve.protocols.completions import CompletionBody, CompletionExchange
@@ -37,12 +37,12 @@ class Answer:
     def __init__(self, kind: type, tokenizer: Tokenizer | None, **fields):
         body = ChatBody(messages=CHAT, **fields) if kind is ChatExchange else CompletionBody(**fields)
         self.exchange = kind(body, Served("tiny", 0))
-        self.reader = AnswerReader(self.exchange.read_call(), tokenizer)
+        self.reader = DeltaReader(self.exchange.read_call(), tokenizer)
 
     def choice(self, result: tf.Result) -> dict:
         chunk = Chunk(ids=result.ids, text=result.text, rounds=0)
         delta = self.reader.read(Piece(0, chunk, result, True))
-        return self.exchange.whole([delta], Usage(3, 1, 0))["choices"][0]
+        return self.exchange.response([delta], Usage(3, 1, 0))["choices"][0]
 
     def choices(self, piece: Piece) -> list[dict]:
         return [event.data["choices"][0] for event in self.exchange.add(self.reader.read(piece))]

@@ -1,4 +1,4 @@
-"""Reading of answers: turns their pieces into parts of messages, and into tokens with their log-probabilities."""
+"""Reading of deltas from pieces of answers: parts of messages, and tokens with their log-probabilities."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ class TextReader(MessageReader):
         return [Content(text)] * bool(text)
 
 
-class AnswerReader:
-    """Reads the answers of one call, each piece by piece."""
+class DeltaReader:
+    """Reads the deltas of one call's answers from their pieces."""
 
     def __init__(self, call: ServerCall, tokenizer: Tokenizer | None):
         self._call, self._tokenizer = call, tokenizer

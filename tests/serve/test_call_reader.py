@@ -7,7 +7,7 @@ import pytest
 from refusals import refused
 from servers import CHAT, with_tools
 
-from treeflash_jax.serve.model_inputs import model_prompts, model_settings
+from treeflash_jax.serve.call_reader import model_prompts, model_settings
 from treeflash_jax.serve.protocols.chat_completions import ChatBody, ChatExchange
 from treeflash_jax.serve.protocols.exchange import Served
 from treeflash_jax.serve.protocols.template_messages import template_messages
