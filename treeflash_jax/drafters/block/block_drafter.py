@@ -97,7 +97,7 @@ class BlockDrafter(Drafter):
     head_sizes: Any = None
     draft_vocab_size: int = 0
     owns_vocabulary: bool = False
-    candidates: int = 16
+    candidates: int = HEADS[MARGINAL].candidates
     children: int = 16
     shortlist: int = 0
     ngrams: int = 0

@@ -21,11 +21,10 @@ from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
+from treeflash_jax.drafters.block.heads.path_head import PathHead
 from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder
 from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import STORED_DTYPES, Tensor
-
-PATH_CANDIDATES = 64  # per depth, as in published trees with heads that follow the path
 
 
 class Domino(BlockFolder):
@@ -44,7 +43,7 @@ class Domino(BlockFolder):
         sizes = GruSizes(dflash.whole("gru_hidden_dim"), dflash.whole("pure_draft_prefix_len", 0, least=0))
         most = config.block_size - 1
         dflash.expect(sizes.prefix <= most, "pure_draft_prefix_len", sizes.prefix, f"at most {most}")
-        return {"head": "gru", "head_rank": table.whole(key), "head_sizes": sizes, "candidates": PATH_CANDIDATES}
+        return {"head": "gru", "head_rank": table.whole(key), "head_sizes": sizes}
 
 
 class DSpark(BlockFolder):
@@ -59,6 +58,7 @@ class DSpark(BlockFolder):
     )
     head_keys = (*top_keys, *confidence_keys, "dspark_backbone_conv_enabled")
     shifted = None
+    candidates = PathHead.candidates  # for heads without a state too
     inert = ("confidence_head.", "confidence_proj.")
     renamed = {r"^(markov_w[12]|gate_proj|joint_proj)\.": r"markov_head.\1."}
 
@@ -80,7 +80,7 @@ class DSpark(BlockFolder):
         heads = {"vanilla": "lowrank", "gated": "lowrank-gated", "rnn": "lowrank-rnn"}
         kind = dflash.raw.get("markov_head_type", "vanilla")
         dflash.expect(kind in [*heads], "markov_head_type", kind, f"one of {', '.join(heads)}")
-        return {"head": heads[kind], "head_rank": dflash.whole("markov_rank"), "candidates": PATH_CANDIDATES}
+        return {"head": heads[kind], "head_rank": dflash.whole("markov_rank")}
 
 
 class DFlash2(BlockFolder):

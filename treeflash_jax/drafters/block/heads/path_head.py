@@ -33,6 +33,7 @@ class PathHead(Head):
     """A head whose correction depends on all tokens of the path. `scored` names its only table, W."""
 
     lanes = 16
+    candidates = 64  # as in published trees with such heads
 
     def prefix(self, drafter: DrafterSizes) -> int:
         """Returns the number of leading depths that draft from the marginals."""
