@@ -124,6 +124,8 @@ class Tokenizer:
 
 def _read_byte_level(token: str) -> bytes:
     """Reads GPT-2's alphabet, which has a character for each byte: Latin-1's, if it is visible."""
+    if not BYTES_OF.keys() >= {*token}:
+        raise ValueError(f"got token {quoted(token)}, expected characters of GPT-2's alphabet, each for a byte")
     return bytes(BYTES_OF[character] for character in token)
 
 
