@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,19 @@ def rollout_sums(
     return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
 
 
-def _step(weights, tables, first, where, carried_bnd, keys, *, position_bn, token_bn, network: RolloutNetwork, attention):
+def _step(
+    weights: Params,
+    tables: Params,
+    first: tuple[jax.Array, jax.Array],
+    where: tuple[jax.Array, jax.Array],
+    carried_bnd: jax.Array,
+    keys: tuple[Any, ...],
+    *,
+    position_bn: jax.Array,
+    token_bn: jax.Array,
+    network: RolloutNetwork,
+    attention: str,
+):
     """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
     input_bn = network.layer_input(weights, tables, token_bn, carried_bnd)
     new = network.keys_values(weights, input_bn, position_bn)
@@ -157,7 +170,14 @@ def _step(weights, tables, first, where, carried_bnd, keys, *, position_bn, toke
 
 
 def _score(
-    weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network: RolloutNetwork, logit_cap: float
+    weights: Params,
+    tables: Params,
+    hidden_bnd: jax.Array,
+    teacher_bnd: jax.Array,
+    label_bn: jax.Array,
+    *,
+    network: RolloutNetwork,
+    logit_cap: float,
 ) -> tuple[jax.Array, ...]:
     """Returns four arrays [b, n] for one step: loss, top-1 hits, overlap, and 1 if the verifier's top token is listed."""
     logits_bnv = network.logits(weights, tables, hidden_bnd)

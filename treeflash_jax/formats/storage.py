@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import files, sharding
@@ -48,7 +49,7 @@ def load(
     specs: Any,
     entries: Any,
     dtype: DTypeLike,
-    mesh,
+    mesh: Mesh | None,
     finish: Callable[[jax.Array, Spec], Any] = lambda weight, _: weight,
 ) -> Any:
     """Reads a tree of weights. Each host reads only the slices of its devices.

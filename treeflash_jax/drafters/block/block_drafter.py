@@ -228,7 +228,7 @@ class BlockDrafter(Drafter):
         first_bq = (length_b[:, None] if self.shared_window else positions_bq + 1) - self.window
         first_bq = jnp.broadcast_to(first_bq, positions_bq.shape)
 
-        def attend(q_bqhe, k_bqke, v_bqke, seen):
+        def attend(q_bqhe: jax.Array, k_bqke: jax.Array, v_bqke: jax.Array, seen: tuple[Any, jax.Array, jax.Array | None]):
             prefix, mask_bqq, first_bq = seen
             return tree_attention(
                 q_bqhe, k_bqke, v_bqke, mask_bqq, prefix, length_b, first_bt=first_bq, implementation=inputs.attention
