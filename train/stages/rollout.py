@@ -183,7 +183,8 @@ def _score(
     logits_bnv = network.logits(weights, tables, hidden_bnd)
     verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
     verifier_bnv = vocab.cap(verifier_bnv, logit_cap)
-    drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
+    drafted_bn = vocab.argmax(lax.stop_gradient(logits_bnv))
+    known_bn = jnp.ones(label_bn.shape)
     if ids_v is not None:
         known_bn = jnp.any(vocab.argmax(verifier_bnv)[..., None] == ids_v, axis=-1).astype(known_bn.dtype)
         verifier_bnv, drafted_bn = verifier_bnv[..., ids_v], ids_v[drafted_bn]

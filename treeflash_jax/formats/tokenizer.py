@@ -34,7 +34,8 @@ class Tokenizer:
     """
 
     def __init__(self, inner: Any, template: Mapping[str, Any] | None = None):
-        self.inner, self.template = inner, {"enable_thinking": False, **(template or {})}
+        self.inner = inner
+        self.template = {"enable_thinking": False, **(template or {})}
 
     @classmethod
     def load(cls, path: str | Path, template: Mapping[str, Any] | None = None) -> Self | None:

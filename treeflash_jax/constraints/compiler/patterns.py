@@ -84,7 +84,9 @@ class _Parser:
     """Reads one pattern from left to right. `at` is the position of the next character."""
 
     def __init__(self, pattern: str, writer: RangeWriter):
-        self.pattern, self.writer, self.at = pattern, writer, 0
+        self.pattern = pattern
+        self.writer = writer
+        self.at = 0
 
     def refuse(self, what: str, at: int | None = None) -> NoReturn:
         raise Refused(f"pattern {self.pattern!r} has {what} at position {self.at if at is None else at}")

@@ -160,7 +160,8 @@ class BlockDrafter(Drafter):
 
         Raises ValueError for another head, a longer block, or too many tokens.
         """
-        has_list, heads = self.draft_vocab_size > 0, (MARGINAL, self.head)
+        has_list = self.draft_vocab_size > 0
+        heads = MARGINAL, self.head
         is_listed = draft_vocabulary != ALL or not self.owns_vocabulary
         expect(is_listed, "draft_vocabulary", draft_vocabulary, "frequent: its files have vectors of no other tokens")
         expect(
@@ -219,7 +220,9 @@ class BlockDrafter(Drafter):
     def draft_block(self, inputs: Inputs) -> jax.Array:
         """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 is the anchor's."""
         anchor_b, context = inputs.anchor_b, inputs.state.context
-        batch, size, length_b = anchor_b.shape[0], self.block_size, context.length_b
+        batch = anchor_b.shape[0]
+        size = self.block_size
+        length_b = context.length_b
         masks_bq = jnp.full((batch, size - 1), self.mask_token_id, anchor_b.dtype)
         tokens_bq = jnp.concatenate([anchor_b[:, None], masks_bq], axis=1)
         x_bqd = vocab.embed(inputs.verifier_params["embed"], tokens_bq, self.embedding_factor)

@@ -244,7 +244,8 @@ class TreeFlashFolder(DFlashFolder):
         return {"head": heads[head], "head_sizes": replace(usual, **given)}
 
     def to_hf(self, config: BlockDrafter) -> dict[str, Any]:
-        raw, sizes = super().to_hf(config), HEADS[config.head].sizes(config)
+        raw = super().to_hf(config)
+        sizes = HEADS[config.head].sizes(config)
         published = {
             "candidate_tokens": config.num_nodes,
             "ar_approximation": HEADS[config.head].file_name,

@@ -66,7 +66,9 @@ class DSpark(BlockFolder):
         return super().recognises(path, keys) or all(key in keys.raw for key in ("markov_rank", "target_layer_ids"))
 
     def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
-        raw, inside, is_deepspec = dict(keys.raw), keys.table("dflash_config").raw, "dflash_config" not in keys
+        raw = dict(keys.raw)
+        inside = keys.table("dflash_config").raw
+        is_deepspec = "dflash_config" not in keys
         if is_deepspec:
             keys.ids("target_layer_ids", INT32)  # refuses null, for which DeepSpec has no rule
             inside = {key: raw.pop(key) for key in self.head_keys if key in raw}

@@ -117,7 +117,8 @@ def draw_tokens(
     depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
     places = jnp.arange(n, dtype=jnp.int32)
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
-    noise_bnc, is_drawn_once_bn = noise_bnc[:, :n], outline.kind_bn == WITHOUT_REPLACEMENT
+    noise_bnc = noise_bnc[:, :n]
+    is_drawn_once_bn = outline.kind_bn == WITHOUT_REPLACEMENT
     noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, outline.parent_bn), noise_bnc)
     goes_on_bn, barred_bnc = _mark_places(outline, support_bnc)
 

@@ -94,7 +94,8 @@ class PathHead(Head):
             "vectors": vocab.embed(params[self.scored[0]], ids_bix if drafter.owns_vocabulary else tokens_bix),
             "temperature": scale_b11,
         }
-        step, anchor_b1 = PathStep(self, drafter), block.anchor_b[:, None]
+        step = PathStep(self, drafter)
+        anchor_b1 = block.anchor_b[:, None]
         state_b1s = jnp.zeros((*anchor_b1.shape, self.state_size(drafter)), normed_bid.dtype)
         first = step.offer(shared, jnp.int32(0), state_b1s, anchor_b1)
         depths = normed_bid.shape[1]
