@@ -74,9 +74,9 @@ class BlockDrafter(Drafter):
 
     kind: ClassVar[str] = "block"
     dialect: ClassVar[str] = "treeflash"
-    settings: ClassVar[tuple[str, ...]] = tuple(
-        "head block_size candidates children shortlist draft_vocabulary ngrams".split()
-    )
+    settings: ClassVar[tuple[str, ...]] = (
+        "head", "block_size", "candidates", "children", "shortlist", "draft_vocabulary", "ngrams",
+    )  # fmt: skip
 
     layers: ModelConfig
     block_size: int
@@ -133,7 +133,7 @@ class BlockDrafter(Drafter):
     @property
     def extras(self) -> tuple[str, ...]:
         """Names of the fields in which the network differs from DFlash's."""
-        names = "shifted causal_layers sliding_layers conv_group owns_vocabulary".split()
+        names = "shifted", "causal_layers", "sliding_layers", "conv_group", "owns_vocabulary"
         return tuple(name for name in names if getattr(self, name))
 
     def fitted(self, verifier: ModelConfig) -> Self:
@@ -253,12 +253,14 @@ def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
 
     They are Qwen3's for every verifier but Llama, because the published PyTorch drafters have Qwen3's dense layers.
     """
-    sizes = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim rms_norm_eps rope max_positions"
-    sizes += " tie_embeddings eos_token_ids"
+    sizes = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope",
+        "max_positions", "tie_embeddings", "eos_token_ids",
+    )  # fmt: skip
     if verifier.model_type in ("qwen3", "llama"):
         layers = replace(verifier, num_layers=num_layers)
     else:
-        layers = ModelConfig(**{name: getattr(verifier, name) for name in sizes.split()}, num_layers=num_layers)
+        layers = ModelConfig(**{name: getattr(verifier, name) for name in sizes}, num_layers=num_layers)
     is_scaled = layers.rope.kind == "yarn" or layers.rope.fraction != 1 or layers.rope.attention_factor != 1
     return replace(layers, rope=Rope(theta=layers.rope.theta)) if is_scaled else layers
 
