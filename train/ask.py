@@ -91,9 +91,11 @@ def read_questions(out: epath.Path) -> tuple[set[str], int]:
 def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:
     """Yields lines of new questions, from number `first` on, until there are enough. Adds them, normalised, to `known`."""
     opening, closing = question_tokens(model.tokenizer)
-    idle, tries = 0, max(TRIES, 2 * settings.batch)  # slots stay unused at the end of a call
+    idle = 0
+    tries = max(TRIES, 2 * settings.batch)  # slots stay unused at the end of a call
     while len(known) < settings.count:
-        numbers, lines = range(first, first + tries), []
+        numbers = range(first, first + tries)
+        lines = []
         results = model.generate(
             [opening] * tries,
             indices=numbers,

@@ -85,6 +85,7 @@ class DrafterStage(BlockStage):
             drafter_temperature=self.drafter_temperature,
             head=self.head,
             head_rank=self.head_rank,
+            candidates=HEADS[self.head].candidates,
         )
         if copied := self.initial_layers:
             is_one_each = len(copied) == self.num_layers and max(copied) < verifier.num_layers

@@ -3,7 +3,7 @@
     python -m train.export run=runs/head out=my-drafter step=best
 
 RUN/model already holds the drafter of the last step. This command is for other checkpoints, dialects and dtypes, and for
-the card. It loads the new folder, measures tau on a few held-out prompts, and stores it if the dialect has a field for it.
+the card. It loads the new folder, measures tau on a few held-out prompts, and stores it.
 """
 
 import dataclasses
@@ -99,8 +99,7 @@ def main(settings: ExportConfig) -> None:
             drafter = dataclasses.replace(drafter, tau=round(tau, 2))
             raw = read_json(out / "config.json") | model_files.writable(dialect).to_hf(drafter)
             files.write(out / "config.json", json.dumps(raw, indent=2) + "\n")
-        tau = model_files.read_drafter_config(out).tau  # some dialects have no field for it
-        stored = dataclasses.replace(drafter, tau=tau)
+        stored = model_files.read_drafter_config(out).fitted(verifier)
         lines = [line for line in watch.read_log(settings.run) if line["step"] <= step]
         if lines:
             files.write(out / picture.NAME, picture.draw(lines))

@@ -95,14 +95,17 @@ def main(settings: FromScratchConfig) -> None:
         train_tokenizer(settings)
     tokenizer = Tokenizer.load(path, {"enable_thinking": bool(settings.data.thinking)})
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
-    architecture, dtype = architectures.recognise(keys), jnp.dtype(settings.compute_dtype)
+    architecture = architectures.recognise(keys)
+    dtype = jnp.dtype(settings.compute_dtype)
     config = architecture.read(keys)
     architecture.to_hf(config)  # raises before training if the family can only be read
-    specs, mesh = decoder.specs(config), hosts.make_mesh(settings.mesh)
+    specs = decoder.specs(config)
+    mesh = hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
     initial = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
-    params, length = place_weights(initial, specs, mesh, jnp.float32), settings.data.sequence_length
+    params = place_weights(initial, specs, mesh, jnp.float32)
+    length = settings.data.sequence_length
     sums = partial(next_token_sums, config=config, dtype=dtype)
     flops = 6.0 * parameters.count(params) * settings.loop.batch * length
     task = TrainTask(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)

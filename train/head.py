@@ -77,7 +77,13 @@ class HeadStage(BlockStage):
         rank = drafter.head_rank if self.keep_head else self.head_rank
         sizes = drafter.head_sizes if self.keep_head else None
         return dataclasses.replace(
-            drafter, head=self.head, head_rank=rank, head_sizes=sizes, drafter_temperature=temperature, tau=None
+            drafter,
+            head=self.head,
+            head_rank=rank,
+            head_sizes=sizes,
+            candidates=drafter.candidates if self.keep_head else HEADS[self.head].candidates,
+            drafter_temperature=temperature,
+            tau=None,
         )
 
     def fresh(self, drafter: BlockDrafter, weights: Params, stored: Mapping[str, Any]) -> dict[str, Any]:

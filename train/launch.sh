@@ -54,7 +54,7 @@ case $action in
     gcloud compute tpus tpu-vm scp "$folder/treeflash.tar.gz" "$name:" --worker=all
     # Files of the commit installed before are removed, all others kept.
     on all "{ [ ! -d treeflash/.git ] || (cd treeflash && git ls-files -z | xargs -0 rm -f && rm -rf .git); } &&
-      tar -xzf treeflash.tar.gz && curl -LsSf https://astral.sh/uv/install.sh | sh &&
+      tar -xzf treeflash.tar.gz && python3 -m pip install --quiet --user uv &&
       cd treeflash && ~/.local/bin/uv venv --quiet --clear --python 3.12 &&
       ~/.local/bin/uv pip install --quiet --editable '.[tpu,train,gcs,tensorboard]'"
     ;;
@@ -68,6 +68,6 @@ case $action in
     worker=${1:-0}
     on "${worker#--worker=}" "tail -n +1 -f treeflash/run.log"
     ;;
-  stop) on all "pkill -TERM -f '[p]ython -m train' || true" ;;
+  stop) on all "fuser -k -TERM treeflash/run.lock || true" ;; # the processes of the run
   *) fail "got $action, expected install, run, status, log, stop or one" ;;
 esac

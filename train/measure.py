@@ -78,7 +78,8 @@ def measure(settings: MeasureConfig) -> dict[str, Any]:
     prompts = [BenchPrompt(id=str(i), ids=prompt.ids) for i, prompt in enumerate(held_out)]
     prompts = packing.pick_spread(prompts, settings.prompts)
     systems = make_systems(model, settings)
-    answers, records = len(systems) * len(settings.temperatures), []
+    answers = len(systems) * len(settings.temperatures)
+    records = []
     measured = harness.measure(
         systems, prompts, temperatures=settings.temperatures, seeds=[settings.seed], notify=lambda text: None
     )
@@ -93,7 +94,8 @@ def measure(settings: MeasureConfig) -> dict[str, Any]:
     for record in records:
         seconds[record["system"]] += record["seconds"] / record["tokens"]
     slower = max((system.name for system in systems if system.config.builder == "none"), key=seconds.get)
-    summary, nodes = report.summarise([x for x in records if x["system"] != slower]), systems[0].config.nodes
+    summary = report.summarise([x for x in records if x["system"] != slower])
+    nodes = systems[0].config.nodes
     for entry in summary["systems"]:
         mine, alone = (_answers(records, name, entry["temperature"]) for name in (entry["system"], NGRAMS))
         entry["over_ngrams"] = report.paired_ratio(mine, alone, "tokens", "seconds")

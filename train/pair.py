@@ -47,7 +47,8 @@ def main(settings: PairConfig) -> None:
 
 def run_stages(composer: Composer, begun: StageInputs) -> None:
     """Runs the stages that have not finished with these inputs."""
-    began, settings = time.perf_counter(), composer.settings
+    began = time.perf_counter()
+    settings = composer.settings
     needed = [stage for stage in PAIR_STAGES if stage.name != "ask" or composer.num_questions]
     for number, stage in enumerate(needed, start=1):
         toml = settings.path(f"{stage.name}.toml")

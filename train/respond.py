@@ -209,7 +209,9 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[SourcePr
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch,
         )
-    began, printed, tokens = time.perf_counter(), time.perf_counter(), 0
+    began = time.perf_counter()
+    printed = time.perf_counter()
+    tokens = 0
     adding = answers.adding(out) if by_host or hosts.is_first() else nullcontext(lambda *_: None)
     with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
         for number, (at, result) in enumerate(results, start=1):
@@ -223,7 +225,8 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[SourcePr
             tokens += len(result.ids)
             bar.show(len(done) + number)
             if time.perf_counter() - printed > SECONDS_BETWEEN_LINES or number == len(share):
-                printed, speed = time.perf_counter(), tokens / max(result.seconds, 1e-9)
+                printed = time.perf_counter()
+                speed = tokens / max(result.seconds, 1e-9)
                 hosts.say(f"{number:,} of {len(share):,} answers, {speed:,.0f} tokens/s")
     seconds = time.perf_counter() - began
     hosts.wait("merge")

@@ -87,7 +87,8 @@ def always(config: tree_selector.TreeSelectorConfig, index: Any) -> dict[str, ja
 def record(model: TreeFlash, settings: SelectorConfig, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]) -> Labels:
     """Answers the prompts, each batch with one of the trees. Returns labels for every `settings.every`-th round."""
     capacity = round_capacity(len(prompts[-1].ids) + settings.max_new_tokens + 1 + plan.path_length)
-    samplings, trees = [*product(settings.temperatures, settings.top_p)], cycle(range(len(settings.trees)))
+    samplings = [*product(settings.temperatures, settings.top_p)]
+    trees = cycle(range(len(settings.trees)))
     parts: list[Any] = []
     with watch.Bar("prompts", len(prompts)) as bar:
         for first in range(0, len(prompts), settings.batch):
@@ -115,7 +116,8 @@ def record(model: TreeFlash, settings: SelectorConfig, plan: DecodePlan, prompts
 @partial(jax.jit, static_argnames=("plan", "draws"))
 def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int) -> tuple[jax.Array, jax.Array]:
     """Returns the selector's inputs [b, f], and the expected number of tokens of each tree, averaged over draws [b, a]."""
-    expander, config = rounds.draft_expander(weights, state, plan), plan.shape.selector
+    expander = rounds.draft_expander(weights, state, plan)
+    config = plan.shape.selector
 
     def expected_length(numbers: jax.Array) -> jax.Array:
         key_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, numbers[1])

@@ -72,10 +72,11 @@ FOLLOWED = [
         [[1, "a"], [1, "a", None]],
         [[1], ["a", 1]],
     ),
-    ({"items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, [[True], [True, False]], [[], [True] * 3, [1]]),
+    ({"items": {"type": "boolean"}, "minItems": 1, "maxItems": 2.0}, [[True], [True, False]], [[], [True] * 3, [1]]),
     ({"contains": {"type": "null"}, "items": {"type": ["null", "integer"]}}, [[1, None], [None]], [[], [1], ["a", None]]),
     ({"contains": {"const": 1}, "minContains": 2, "maxContains": 2}, [[1, 1], [1, 2, 1]], [[1], [1, 1, 1]]),
     ({"items": {"enum": [1, 2, 3]}, "uniqueItems": True}, [[], [3, 1, 2]], [[1, 1], [1, 2, 1]]),
+    ({"items": {"enum": [1.5, "1.5", ["1.5"]]}, "uniqueItems": True}, [[1.5, "1.5", ["1.5"]]], [[1.5, 1.5]]),
     # objects
     (
         {"properties": {"a": {"type": "null"}}, "required": ["b"]},

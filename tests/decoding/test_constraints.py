@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import weakref
 from dataclasses import replace
 from typing import Literal
 
@@ -170,12 +171,22 @@ def test_the_constraints_of_the_last_calls_are_not_compiled_again(tiny, monkeypa
     compiled = []
     monkeypatch.setattr(compilation, "compile_bytes", lambda *args: compiled.append(args[1]) or compile_bytes(*args))
     monkeypatch.setattr(compilation, "_stored", {})
+    monkeypatch.setattr(compilation, "_num_stored_bytes", 0)
     [first] = tiny.settings_and_requests(["x"], pattern="x")[1]
-    monkeypatch.setattr(compilation, "MOST_STORED_BYTES", 2.5 * sum(array.nbytes for array in first.automaton))
+    monkeypatch.setattr(compilation, "MOST_STORED_BYTES", 2.5 * first.automaton.num_bytes)
     for pattern in "yxzxy":  # y is the oldest when z is added
         tiny.settings_and_requests(["x"], pattern=pattern)
     assert "".join(compiled) == "xyzy"
     assert first.automaton is tiny.settings_and_requests(["another"], pattern="x")[1][0].automaton
+
+
+def test_stored_tables_keep_no_tokenizer_alive(tiny):
+    tokenizer = tokenizers.Tokenizer(tiny.tokenizer.inner)
+    constraint = compilation.Constraint("pattern", "x")
+    compilation.compile_constraint(constraint, tokenizer, tiny.stop_ids, tiny.verifier.vocab_size)
+    is_alive = weakref.ref(tokenizer)
+    del tokenizer
+    assert is_alive() is None
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ import random
 
 import pytest
 import toy_tokenizers
-from toy_tokenizers import ids_of
+from refusals import refused
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models
+from toy_tokenizers import ids_of, wrapped
 
 from treeflash_jax.formats.answer_text import REPLACEMENT_CHARACTER, AnswerText
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -134,3 +137,9 @@ def test_a_limit_within_a_character_spares_those_before_it(byte_fallback):
     continued = AnswerText(byte_fallback, ids)
     continued.extend(ids_of(byte_fallback, "🚀")[-1:])
     assert continued.text == "🚀"
+
+
+def test_a_token_outside_of_the_bytes_alphabet_is_refused():
+    inner = Inner(models.WordLevel({"a": 0, "▁b": 1}, "a"))
+    inner.decoder = decoders.ByteLevel()
+    refused(lambda: wrapped(inner).token_bytes, "got token '▁b'")

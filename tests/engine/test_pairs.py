@@ -119,7 +119,11 @@ def test_smollm2_is_located_without_the_network_first(tmp_path, monkeypatch):
     folder = in_hub_cache(tmp_path)
     (folder / "config.json").write_text("{}")
     assert pairs.locate("smollm2") == file, "a snapshot without weights is of no use"
-    (folder / "model.safetensors").touch()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-1.safetensors").touch()
+    assert pairs.locate("smollm2") == file, "nor is one of an interrupted download"
+    (folder / "model-2.safetensors").touch()
     assert pairs.locate("smollm2") == folder
 
 

@@ -84,24 +84,28 @@ def test_verifiers_are_read_back_in_the_dtype_on_disk(tmp_path, name, dtype):
 
 
 NAMED = ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")  # a drafter's verifier
-BLOCK = replace(PLAIN, layers=replace(PLAIN.layers, rope=LLAMA3), verifier=NAMED)
+OURS = {"num_nodes": 10, "drafter_temperature": 0.5, "tau": 2.5}  # which no other program reads
+BLOCK = replace(PLAIN, layers=replace(PLAIN.layers, rope=LLAMA3), verifier=NAMED, candidates=9, **OURS)
 WRITTEN = {
-    "language_model": LanguageModelDrafter(layers=MODELS["llama"]),
+    "language_model": LanguageModelDrafter(layers=MODELS["llama"], num_depths=5, **OURS),
     "speculators": Eagle3Drafter(
         layers=replace(MODELS["llama"], num_layers=1), target_hidden_size=8, draft_vocab_size=12, own_embedding=True,
-        taps=(0, 2), num_taps=2, verifier=NAMED,
+        taps=(0, 2), num_taps=2, verifier=NAMED, **OURS,
     ),
-    "treeflash": replace(BLOCK, head="lowrank", head_rank=3, num_nodes=10, drafter_temperature=0.5),
+    "treeflash": replace(BLOCK, head="lowrank", head_rank=3),
     "dflash": BLOCK,
     "speculators-dflash": BLOCK,
-    "speculators-dspark": replace(BLOCK, head="lowrank", head_rank=3, candidates=64, shifted=True),
+    "speculators-dspark": replace(BLOCK, head="lowrank", head_rank=3, shifted=True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("other", ["rope_parameters", "rope_theta rope_scaling"])
 @pytest.mark.parametrize("dialect", WRITTEN)
 def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other):
-    """Both rope schemas, each enough without the keys of the other; tapped layers as the dialect counts; mask and dtype."""
+    """Both rope schemas, each enough without the keys of the other; tapped layers as the dialect counts; mask and dtype.
+
+    And what only we read: `OURS`, and the number of candidates.
+    """
     assert {*WRITTEN} == {*dialects.written()} - {"mtp"}, "no other program reads folders of mtp"
     config = WRITTEN[dialect]
     params = drafter_params(config, jnp.bfloat16)

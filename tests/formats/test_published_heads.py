@@ -65,6 +65,7 @@ def test_keys_of_published_files():
     specforge |= {"enable_confidence_head": True, "confidence_head_alpha": 1.0, "confidence_head_with_markov": True}
     config = parse("drafter", layers | {"block_size": 7, "dflash_config": taps | specforge})
     assert (config.head, config.head_rank, config.num_depths, config.extras) == ("lowrank", 256, 7, ("shifted",))
+    assert config.candidates == 64
     config = parse("drafter", layers | {"block_size": 7, "dflash_config": taps | specforge | {"sample_from_anchor": False}})
     assert (config.num_depths, config.shifted) == (6, False), "what a file states goes before what its writer usually means"
 
@@ -206,7 +207,7 @@ def test_a_low_rank_head_is_written_as_dspark(tmp_path, capsys):
     assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "fc.weight"} < tensors.keys()
     config, again = model_files.load_drafter(tmp_path / "dspark")
     assert_same(again, params)
-    assert replace(config, candidates=trained.candidates) == trained
+    assert config == trained
     shifted = replace(trained, shifted=True)
     model_files.save_drafter(tmp_path / "shifted", shifted, params, dialect="speculators-dspark", dtype=jnp.float32)
     assert model_files.read_drafter_config(tmp_path / "shifted").shifted
@@ -217,6 +218,19 @@ def test_a_low_rank_head_is_written_as_dspark(tmp_path, capsys):
         ("domino", trained, "dialect 'domino'"),
     ):
         refused(lambda: model_files.writable(dialect, config).to_hf(config), words)  # noqa: B023
+
+
+@pytest.mark.parametrize(("raw", "usual"), [
+    (inside(read_raw("domino"), shift_label=False), 64), (read_raw("lilicorr"), 8),
+], ids=["domino", "lilicorr"])  # fmt: skip
+def test_a_drafter_keeps_its_candidates_in_our_own_files(raw, usual):
+    """Its published number, and another. Without its head, it has that of a plain drafter, which files do not state."""
+    ours, plain = dialects.DIALECTS["treeflash"], dialects.DIALECTS["dflash"]
+    drafter = parse("drafter", raw)
+    assert drafter.candidates == usual
+    for config in (drafter, replace(drafter, candidates=16)):
+        assert parse("drafter", ours.to_hf(config)) == config
+        assert "treeflash_config" not in plain.to_hf(plain.without_head(config, {})[0])
 
 
 @pytest.mark.parametrize(("head", "sizes"), [

@@ -9,24 +9,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A worker is the folder $WORKER of this machine. What would signal its processes is only recorded.
+# A worker is the folder $WORKER of this machine.
 GCLOUD = """#!/usr/bin/env bash
 echo "$*" >> "$WORKER/../calls"
 cd "$WORKER"
 case "$4 $*" in
   scp*) cp "$5" . ;;
-  *pkill*) ;;
   ssh*) command=${@: -1} && HOME=$WORKER bash -c "${command#--command=}" ;;
 esac
 """
-CURL = "#!/bin/sh\necho 'mkdir -p ~/.local/bin; printf \"echo \\$@ >> ~/uv\" > ~/.local/bin/uv; chmod +x ~/.local/bin/uv'\n"
+PYTHON = "#!/bin/sh\nmkdir -p ~/.local/bin; printf 'echo $@ >> ~/uv' > ~/.local/bin/uv; chmod +x ~/.local/bin/uv\n"  # pip
 
 
 @pytest.fixture
 def launch(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "worker" / "treeflash").mkdir(parents=True)
-    for name, text in (("gcloud", GCLOUD), ("curl", CURL)):
+    for name, text in (("gcloud", GCLOUD), ("python3", PYTHON)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "WORKER": str(tmp_path / "worker")}
@@ -80,6 +79,21 @@ def test_status_shows_what_a_worker_does_and_a_second_run_is_refused(launch, tmp
     assert launch("pod", "run", "sh", "-c", "echo step 2; exit 3").returncode == 0
     wait_for(lambda: "alive" not in status())
     assert status() == "ended, exit status 3; last line: step 2\n"
+
+
+def test_the_processes_of_a_run_are_stopped_and_no_others(launch, tmp_path):
+    log = tmp_path / "worker" / "treeflash" / "run.log"
+    command = "trap 'echo saved; exit 3' TERM; echo step 1; while true; do sleep 0.1; done", "python -m train"
+    other = subprocess.Popen(["sh", "-c", *command])
+    try:
+        launch("pod", "run", "timeout", "20", "sh", "-c", *command)
+        wait_for(lambda: log.exists() and "step 1" in log.read_text())
+        assert launch("pod", "stop").returncode == 0
+        wait_for(lambda: "saved\nended, exit status" in log.read_text())
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_the_log_of_a_worker_is_followed(launch, tmp_path):

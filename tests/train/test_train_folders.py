@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import toy_training
+from answers import random_weights
 from buckets import reopened
 from etils import epath
 from refusals import refused, snapshot
@@ -22,11 +23,13 @@ from train.runtime import loop, picture, run_config, watch
 from train.runtime.checkpoint import claim
 from train.stages import drafting
 from train.stages.evaluation import held_out_prompts
+from train.stages.registry import read_stage
 from train.stages.rollout import RolloutConfig
 from treeflash_jax.core import files
 from treeflash_jax.drafters.block.block_drafter import fresh_layers
 from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
 from treeflash_jax.formats import draft_vocabulary, model_files
+from treeflash_jax.formats.dialects import block_folder
 
 
 def fetched(folder, target):
@@ -106,6 +109,20 @@ def test_exports_replace_exports_alone(trained, unmeasured, tmp_path):
     exported(tmp_path / "out", overwrite=True, drafter_temperature=0.5)
     assert snapshot(tmp_path / "out").keys() == {*written, "notes"}
     assert model_files.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
+
+
+def test_a_card_states_what_readers_of_the_folder_get(toy, unmeasured, tmp_path, monkeypatch):
+    toml = toy_training.write_stage(toy.parent, 'stage = "drafter"', without=("drafter",))
+    settings = read_stage(toml, ["num_layers=1", "mask_token_id=3", f"run={tmp_path}/run"])
+    claim(files.absolute(settings.run), settings)
+    weights = random_weights(settings.drafter_config(toy_training.MODEL, None).specs()["backbone"])
+    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"backbone": weights}))
+    for temperature in (0.5, 1.0):
+        out = tmp_path / str(temperature)
+        export.main(export.ExportConfig(run=settings.run, out=str(out), dialect="dflash", drafter_temperature=0.5))
+        assert model_files.read_drafter_config(out).drafter_temperature == temperature
+        assert f"| drafter temperature | {temperature} |" in (out / "README.md").read_text()
+        monkeypatch.setattr(block_folder, "write_our_fields", lambda *_, **__: {})  # as a dialect without our fields
 
 
 def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, monkeypatch, capsys):

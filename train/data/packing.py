@@ -160,7 +160,8 @@ def load_corpus(
         raise ValueError("got no sources, expected at least one [[sources]] table")
     corpus = Corpus({}, {}, {}, {})
     for source in sources:
-        name, duplicates = source.name, 1
+        name = source.name
+        duplicates = 1
         while name in corpus.train:
             duplicates += 1
             name = f"{source.name}-{duplicates}"
@@ -175,7 +176,8 @@ def load_corpus(
         corpus.train[name] = pack(kept, config.sequence_length)
         if held_out:
             corpus.held_out[name] = pack(held_out, config.sequence_length)
-        corpus.weights[name], corpus.skipped[name] = source.weight, dict(skipped)
+        corpus.weights[name] = source.weight
+        corpus.skipped[name] = dict(skipped)
     return corpus
 
 

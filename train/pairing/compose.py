@@ -127,7 +127,8 @@ class Composer:
     @cached_property
     def num_questions(self) -> int:
         """Number of questions that the verifier writes besides the prompts."""
-        given, begun = self.settings.ask.get("count", self.settings.questions), self.settings.path("ask.toml")
+        given = self.settings.ask.get("count", self.settings.questions)
+        begun = self.settings.path("ask.toml")
         if given is not None:
             return given
         if begun.exists():  # more prompts do not change the number of questions
@@ -171,14 +172,18 @@ class Composer:
         self.stages["drafter"].drafter_config(self.verifier, None)
 
     def ask(self) -> AskConfig:
-        settings, out = self.settings, str(self.settings.path("questions.jsonl"))
-        batch, count = self.defaults.slots, max(1, self.num_questions)
+        settings = self.settings
+        out = str(self.settings.path("questions.jsonl"))
+        batch = self.defaults.slots
+        count = max(1, self.num_questions)
         made = AskConfig(verifier=settings.verifier, out=out, count=count, batch=batch, seed=settings.seed)
         return run_config.replaced(made, settings.ask)
 
     def respond(self) -> RespondConfig:
         """Composes the settings of the answers. Prompts may be as long as the longest question, and as 95 % of all."""
-        settings, context, prompts = self.settings, self.verifier.max_positions, self.prompts
+        settings = self.settings
+        context = self.verifier.max_positions
+        prompts = self.prompts
         source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
         if len(prompts) < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {len(prompts)} prompts, expected at least {LEAST_PROMPTS}")
@@ -214,7 +219,8 @@ class Composer:
     def drafter(self) -> DrafterStage:
         """Composes the training of backbone and head together."""
         settings, verifier, answers, defaults = self.settings, self.verifier, self.answers, self.defaults
-        passes, least = settings.passes or defaults.passes, 1 if settings.passes else USUAL_STEPS
+        passes = settings.passes or defaults.passes
+        least = 1 if settings.passes else USUAL_STEPS
         steps = max(least, math.ceil(passes * answers.num_sequences / self._batch_size()))
         num_layers = settings.num_layers or choices.drafter_layers(verifier.num_layers)
         mask_token_id = settings.mask_token_id
@@ -223,7 +229,8 @@ class Composer:
             mask_token_id = choices.mask_token(self.tokenizer, counts_v, verifier.eos_token_ids)
         steps = settings.steps or steps
         optimizer, rate = defaults.optimizer
-        hold_out, data = _hold_out(range(answers.num_documents)), self._data()
+        hold_out = _hold_out(range(answers.num_documents))
+        data = self._data()
         made = DrafterStage(
             run=str(settings.path("drafter")),
             verifier=settings.verifier,

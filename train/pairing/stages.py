@@ -66,7 +66,8 @@ class PairStage:
 
     def set_aside(self, settings: PairConfig) -> Path:
         """Moves earlier results to OUT/before, or OUT/before/2 and so on if such results are there. Returns the folder."""
-        before, paths = settings.path("before"), [*settings.path("").glob(self.writes)]
+        before = settings.path("before")
+        paths = [*settings.path("").glob(self.writes)]
         folders = itertools.chain([before], (before / str(number) for number in itertools.count(2)))
         folder = next(folder for folder in folders if not any((folder / path.name).exists() for path in paths))
         folder.mkdir(parents=True, exist_ok=True)

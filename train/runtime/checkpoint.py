@@ -34,14 +34,22 @@ class Checkpoints:
     def __init__(self, run: str, loop: LoopConfig, documents: str | None = None, inputs: FrozenInputs | None = None):
         from orbax.checkpoint import v1 as ocp  # slow to import, and not needed to compile a step
 
-        self.folder, self.loop, self.documents, self.orbax = files.absolute(run), loop, documents, ocp
+        self.folder = files.absolute(run)
+        self.loop = loop
+        self.documents = documents
+        self.orbax = ocp
         self.inputs = inputs or {}
         policies = ocp.training.preservation_policies
         kept = [policies.LatestN(loop.keep)]
         if loop.best:
             worst = float("inf") if loop.best_mode == "min" else float("-inf")
-            how = {"reverse": loop.best_mode == "min", "n": 1, "keep_checkpoints_without_metrics": False}
-            kept.append(policies.BestN(get_metric_fn=lambda metrics: (metrics or {}).get(loop.best, worst), **how))
+            best = policies.BestN(
+                get_metric_fn=lambda metrics: (metrics or {}).get(loop.best, worst),
+                reverse=loop.best_mode == "min",
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            )
+            kept.append(best)
         self.inner = ocp.training.Checkpointer(
             self.folder / "checkpoints",
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides

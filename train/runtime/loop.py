@@ -84,7 +84,8 @@ def fit(
     """
     loop: LoopConfig = settings.loop
     hosts.check_batch(loop.batch, loop.accumulate, mesh)
-    steps, folder = resolve_steps(loop, corpus.num_sequences), files.absolute(settings.run)
+    steps = resolve_steps(loop, corpus.num_sequences)
+    folder = files.absolute(settings.run)
     with sharding.ambient(mesh), hosts.held(folder / "run.lock", f"run={settings.run}"):
         claim(folder, settings)
         with closing(Checkpoints(settings.run, loop, corpus.digest(), inputs)) as checkpoints, ExitStack() as stack:
@@ -289,7 +290,8 @@ class Signals:
         """Returns whether the run ends after this step. All hosts call it once a step, and get the same result."""
         if jax.process_count() == 1:
             return self.received is not None
-        noted, layout = np.array([self.received is not None]), NamedSharding(self.mesh, P(self.mesh.axis_names))
+        noted = np.array([self.received is not None])
+        layout = NamedSharding(self.mesh, P(self.mesh.axis_names))
         flags = jax.make_array_from_callback((self.mesh.size,), layout, lambda _: noted)
         any_noted, self.any_noted = self.any_noted, self.any_host(flags)
         return any_noted is not None and bool(any_noted)

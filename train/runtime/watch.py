@@ -83,7 +83,9 @@ class Watch(Bar):
 
     def __init__(self, folder: epath.Path, *, steps: int, resumed_at: int, sinks: Sequence[Sink] = ()):
         super().__init__("training", steps, resumed_at)
-        self.path, self.steps, self.sinks = folder / "log.jsonl", steps, sinks
+        self.path = folder / "log.jsonl"
+        self.steps = steps
+        self.sinks = sinks
         self.began = time.perf_counter()
         if hosts.is_first():
             lines = read_log(folder)

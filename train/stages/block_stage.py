@@ -54,7 +54,8 @@ class BlockStage(DraftingStage):
         self, drafter: BlockDrafter, verifier: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None
     ) -> None:
         """Raises ValueError if the mask token occurs in the training data: the recipe is probably for another verifier."""
-        counts_v, mask = corpus.token_counts(verifier.vocab_size), drafter.mask_token_id
+        counts_v = corpus.token_counts(verifier.vocab_size)
+        mask = drafter.mask_token_id
         better = choices.mask_token(tokenizer, counts_v, verifier.eos_token_ids)
         if "backbone" in self.trains and counts_v[mask] and not counts_v[better]:
             times = f"{counts_v[mask]:,} times in the training data"

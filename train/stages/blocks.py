@@ -10,6 +10,8 @@ heads, h query heads (in products, per key/value head), e head dim, j tapped lay
 Source: DFlash (arXiv 2602.06036) section 4.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -94,7 +96,7 @@ def hidden_states(
         vocab.embed(embed_vd, tokens_bni.reshape(batch_size, -1), drafter.embedding_factor), ("batch", None, None)
     )
 
-    def attend(q_bthe, k_btke, v_btke, context):
+    def attend(q_bthe: jax.Array, k_btke: jax.Array, v_btke: jax.Array, context: tuple[Any, ...]):
         return block_attention(q_bthe, k_btke, v_btke, *context, anchors_bn, batch.segments_bt, attention)
 
     x_btd = backbone.through_layers(params, drafter.layers, x_btd, positions_bni.reshape(batch_size, -1), context, attend)

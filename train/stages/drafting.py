@@ -264,7 +264,8 @@ def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | N
     settings, mesh = with_thinking(settings), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
-    (folder, verifier, tokenizer), length = read_verifier(settings), settings.data.sequence_length
+    folder, verifier, tokenizer = read_verifier(settings)
+    length = settings.data.sequence_length
     expect(length <= verifier.max_positions, "data.sequence_length", length, f"at most {verifier.max_positions} (verifier)")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed, verifier.vocab_size)
     drafter = read_drafter_config(settings, verifier)

@@ -57,9 +57,15 @@ def make_tau_measure(
             metric = f"held_out/{name}_{nodes}"
             what = " ".join([f"of {len(prompts)} prompts with", *map(str, system.values()), f"trees of {nodes} nodes"])
             report(f"evaluating 0 {what}")
-            sampling = {"temperature": config.temperature, "max_new_tokens": config.new_tokens}
-            batch_size, lengths = min(config.batch, len(prompts)), list[int]()
-            answers = pair.generate_each(prompts, nodes=nodes, **sizes | system, **sampling, batch_size=batch_size)
+            lengths = list[int]()
+            answers = pair.generate_each(
+                prompts,
+                nodes=nodes,
+                temperature=config.temperature,
+                max_new_tokens=config.new_tokens,
+                batch_size=min(config.batch, len(prompts)),
+                **sizes | system,
+            )
             for done, (_, result) in enumerate(answers, start=1):
                 lengths += result.accept_lengths
                 report(f"evaluating {done} {what}")

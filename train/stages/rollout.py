@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,19 @@ def rollout_sums(
     return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
 
 
-def _step(weights, tables, first, where, carried_bnd, keys, *, position_bn, token_bn, network: RolloutNetwork, attention):
+def _step(
+    weights: Params,
+    tables: Params,
+    first: tuple[jax.Array, jax.Array],
+    where: tuple[jax.Array, jax.Array],
+    carried_bnd: jax.Array,
+    keys: tuple[Any, ...],
+    *,
+    position_bn: jax.Array,
+    token_bn: jax.Array,
+    network: RolloutNetwork,
+    attention: str,
+):
     """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
     input_bn = network.layer_input(weights, tables, token_bn, carried_bnd)
     new = network.keys_values(weights, input_bn, position_bn)
@@ -157,13 +170,21 @@ def _step(weights, tables, first, where, carried_bnd, keys, *, position_bn, toke
 
 
 def _score(
-    weights, tables, hidden_bnd, teacher_bnd, label_bn, *, network: RolloutNetwork, logit_cap: float
+    weights: Params,
+    tables: Params,
+    hidden_bnd: jax.Array,
+    teacher_bnd: jax.Array,
+    label_bn: jax.Array,
+    *,
+    network: RolloutNetwork,
+    logit_cap: float,
 ) -> tuple[jax.Array, ...]:
     """Returns four arrays [b, n] for one step: loss, top-1 hits, overlap, and 1 if the verifier's top token is listed."""
     logits_bnv = network.logits(weights, tables, hidden_bnd)
     verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
     verifier_bnv = vocab.cap(verifier_bnv, logit_cap)
-    drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
+    drafted_bn = vocab.argmax(lax.stop_gradient(logits_bnv))
+    known_bn = jnp.ones(label_bn.shape)
     if ids_v is not None:
         known_bn = jnp.any(vocab.argmax(verifier_bnv)[..., None] == ids_v, axis=-1).astype(known_bn.dtype)
         verifier_bnv, drafted_bn = verifier_bnv[..., ids_v], ids_v[drafted_bn]

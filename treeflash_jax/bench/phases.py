@@ -47,13 +47,13 @@ copied = programs.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 @partial(jax.jit, static_argnames="plan")
-def compute_draft(weights, state, plan):
+def compute_draft(weights: Weights, state: DecodeState, plan: DecodePlan):
     """Returns the arrays that a draft computes. Omits weights and caches of its expander, because they would be copied."""
     return computed_leaves(draft_expander(weights, state, plan), (weights, state))
 
 
 @partial(jax.jit, static_argnames="plan")
-def compute_tree(weights, state, computed, plan):
+def compute_tree(weights: Weights, state: DecodeState, computed: Any, plan: DecodePlan):
     """Builds the tree from the arrays of `compute_draft`. The draft is traced here again, but the compiler drops it."""
     expander = draft_expander(weights, state, plan)
     leaves = computed_leaves(expander, (weights, state))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import threading
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ CONSTRAINT_NAMES = "schema", "pattern", "choices", "structural_tag"  # settings;
 SCHEMA_DEPTH = 6  # levels that a schema leaves open: some 2,700 states in an object; each further level doubles them
 MOST_STORED_BYTES = 256 * 2**20
 _stored: dict[Hashable, AutomatonTable] = {}  # oldest first; later requests often have the same constraint
+_num_stored_bytes = 0
 _lock = threading.Lock()
 
 
@@ -112,8 +114,9 @@ def compile_constraint(
         raise WrongValue(kind, f"{quoted(value)}, but the verifier's folder has no {missing}")
     if kind in ("schema", "structural_tag"):
         _parse(kind, value)
-    # The key has a digest, because the text of a constraint may be larger than its table.
-    key = hashlib.sha256(repr((constraint, depth, tuple(stop_ids), vocab_size)).encode()).digest(), tokenizer
+    # The key has a digest, because the text of a constraint may be larger than its table, and keeps no tokenizer alive.
+    digest = hashlib.sha256(repr((constraint, depth, tuple(stop_ids), vocab_size)).encode()).digest()
+    key = digest, weakref.ref(tokenizer)
     table = _stored.get(key)
     if table is None:
         tokens = _find_tokens(value, tokenizer) if kind == "structural_tag" else []
@@ -122,10 +125,18 @@ def compile_constraint(
         except Unusable as error:
             raise WrongValue(kind, f"{quoted(value)}, {error}") from None
         logger.info("%s %s has %d states and %d kinds of tokens", kind, quoted(value), *table.next_qc.shape)
+    return _store(key, table)
+
+
+def _store(key: Hashable, table: AutomatonTable) -> AutomatonTable:
+    """Makes a table the newest; returns the one that another thread has stored meanwhile, if any."""
+    global _num_stored_bytes
     with _lock:
+        if key not in _stored:
+            _num_stored_bytes += table.num_bytes
         _stored[key] = table = _stored.pop(key, table)  # now the newest
-        while sum(array.nbytes for table in _stored.values() for array in table) > MOST_STORED_BYTES:
-            del _stored[next(iter(_stored))]
+        while _num_stored_bytes > MOST_STORED_BYTES:
+            _num_stored_bytes -= _stored.pop(next(iter(_stored))).num_bytes
     return table
 
 

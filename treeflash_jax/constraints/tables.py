@@ -30,6 +30,10 @@ class AutomatonTable(NamedTuple):
     next_qc: np.ndarray
     class_v: np.ndarray
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self)
+
     def follow(self, ids: Sequence[int]) -> int:
         """Returns the state after allowed tokens."""
         return functools.reduce(lambda state, token: int(self.next_qc[state, self.class_v[token]]), ids, 0)

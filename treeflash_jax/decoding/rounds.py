@@ -125,7 +125,7 @@ def build_tree(weights: Weights, state: DecodeState, expander: trees.Expander, p
     builder = trees.BUILDERS[plan.builder]
     key_b = round_keys(state, DRAFT_STREAM) if builder.draws else None
 
-    def build(expander, anchor_b, key_b, choice_b):
+    def build(expander: trees.Expander, anchor_b: jax.Array, key_b: jax.Array | None, choice_b: jax.Array | None):
         noise_bnc = None if key_b is None else trees.draw_noise(key_b, expander, plan.num_nodes)
         return builder.build(trees.TreeInputs(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, choice_b))
 

@@ -104,7 +104,8 @@ class AssistantDrafter(LaneDrafter):
             hidden_size=(self.target_hidden_size, verifier.hidden_size),
             vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
         )
-        last, heads = {kind: layer for layer, kind in enumerate(verifier.kinds)}, {}
+        last = {kind: layer for layer, kind in enumerate(verifier.kinds)}
+        heads = {}
         for kind in dict.fromkeys(self.layers.kinds):
             source = KINDS[kind].shares
             require_fit(source in last, f"it reads keys and values of a {source} layer, and the verifier has none")
@@ -144,7 +145,8 @@ class AssistantDrafter(LaneDrafter):
 
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layers that continue below them."""
-        step, committed = AssistantStep(self, inputs.attention), committed_layers(inputs.cache, self.sources)
+        step = AssistantStep(self, inputs.attention)
+        committed = committed_layers(inputs.cache, self.sources)
         shared = inputs.params, {"embed": inputs.verifier_params["embed"]}, committed, inputs.temperature_b
         first = step.run(shared, inputs.anchor_b[:, None], inputs.state.hidden_bj[:, None])
         position_b = committed.length_b + 1
@@ -200,19 +202,22 @@ class AssistantStep:
 
     def through_layers(self, params: Params, x_bwd: jax.Array, committed: Committed) -> jax.Array:
         """Returns the outputs of the layers after the final norm, [b, w, d]."""
-        config, position_b1 = self.drafter.layers, committed.length_b[:, None]
+        config = self.drafter.layers
+        position_b1 = committed.length_b[:, None]
         mask_bw1 = jnp.ones((*x_bwd.shape[:2], 1), bool)
         inputs = {}
         for kind in dict.fromkeys(config.kinds):
             precomputed = KINDS[kind].precompute(config.of_kind(kind), position_b1, mask_bw1)
             inputs[kind] = PassInputs(position_b1, mask_bw1, committed.length_b - 1, precomputed, self.attention)
-        weights, no_inputs = decoder.each_layer(params), [None] * config.num_layers
+        weights = decoder.each_layer(params)
+        no_inputs = [None] * config.num_layers
         operands = weights, config, params["norm"], x_bwd, inputs, committed.before, committed.last, no_inputs
         return decoder.run_layers(*operands)[0]
 
     def likeliest(self, params: Params, out_bwd: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the likeliest tokens and their log-probabilities, like `vocab.likeliest`."""
-        count, drafter = self.drafter.children, self.drafter
+        count = self.drafter.children
+        drafter = self.drafter
         if not drafter.num_clusters:
             return vocab.likeliest(params["embed"], out_bwd, count, temperature_b)
 

@@ -42,7 +42,7 @@ def footprint(
     drafter: Drafter | None = None,
     *,
     dtype: DTypeLike,
-    mesh=None,
+    mesh: Mesh | None = None,
     batch: int = 0,
     capacity: int = 0,
     drafts: bool = True,

@@ -32,7 +32,8 @@ class AnswerText:
         size = CONTEXT
         while True:  # until the text of the prompt's last tokens begins with a whole character
             self._window: list[int] = []  # tokens of the last piece
-            self._window_text, self._pending = "", [*prompt_ids[-size:]]  # tokens after that piece
+            self._window_text = ""
+            self._pending = [*prompt_ids[-size:]]  # tokens after that piece
             text = self._take_piece()
             if size >= len(prompt_ids) or (text and not text.startswith(REPLACEMENT_CHARACTER)):
                 break
@@ -62,7 +63,9 @@ class AnswerText:
             self._text += self._take_piece()
             starts = [at for stop in self._stop if (at := self._text.find(stop, searched)) >= 0]
             if starts:
-                self._text, self._half, self.has_stop = self._text[: min(starts)], "", True
+                self._text = self._text[: min(starts)]
+                self._half = ""
+                self.has_stop = True
 
     def next_token(self, token: int) -> tuple[str, bytes | None]:
         """Returns the text that a token would add to the answer, and the bytes of the token.

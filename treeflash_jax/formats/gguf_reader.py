@@ -131,7 +131,8 @@ def _read(path: Path, size: int, changed: int) -> File:
         raise ValueError(f"{path} is one of {quoted(metadata['split.count'])} parts; join them with gguf-split --merge")
     infos = [header.tensor_info() for _ in range(num_tensors)]
     alignment = Keys(metadata, str(path)).integer("general.alignment", 32)
-    start, end = math.ceil(header.at / alignment) * alignment, 0
+    start = math.ceil(header.at / alignment) * alignment
+    end = 0
     tensors: dict[str, GgufTensor] = {}
     for name, at, shape, kind in sorted(infos, key=lambda info: info[1]):
         if at % alignment or at < end or name in tensors:
@@ -147,7 +148,9 @@ class _Header:
     """A cursor in a file's header."""
 
     def __init__(self, path: Path, data: memoryview):
-        self.path, self.data, self.at = path, data, 0
+        self.path = path
+        self.data = data
+        self.at = 0
 
     def begin(self) -> tuple[int, int]:
         """Checks magic and version. Returns the number of tensors and the number of metadata values."""
@@ -205,7 +208,8 @@ class _Header:
 
 
 def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> GgufTensor:
-    gguf, name = package(), clipped(name, LONGEST_VALUE)
+    gguf = package()
+    name = clipped(name, LONGEST_VALUE)
     try:
         kind = gguf.GGMLQuantizationType(number)
         block, size = gguf.GGML_QUANT_SIZES[kind]

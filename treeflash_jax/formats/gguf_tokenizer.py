@@ -66,7 +66,8 @@ def _tokenizer(file: File) -> Any:
     """Returns the `tokenizers.Tokenizer` of a file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-    keys, says = file.keys, "'gpt2' (byte-level BPE) or 'gemma4'"
+    keys = file.keys
+    says = "'gpt2' (byte-level BPE) or 'gemma4'"
     kind = keys.value(str, "tokenizer.ggml.model", None, says, choices=lambda: ("gpt2", "gemma4"))
     if kind == "gpt2":
         kind = _PRE[keys.value(str, "tokenizer.ggml.pre", None, f"one of {list(_PRE)}", choices=lambda: tuple(_PRE))]
@@ -75,7 +76,8 @@ def _tokenizer(file: File) -> Any:
         warn(f"{keys.where}: got no tokenizer.ggml.token_type, by which control tokens such as <|im_end|> differ from text")
     kinds = keys.value(list[int], "tokenizer.ggml.token_type", [1] * len(tokens), "types from 0 to 6", least=0, most=6)
     pairs = keys.value(list[str], "tokenizer.ggml.merges", None, "pairs of tokens like 'a b'", min_length=1)
-    vocab, merges = {token: i for i, token in enumerate(tokens)}, [tuple(pair.split(" ")) for pair in pairs]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(pair.split(" ")) for pair in pairs]
     known = all(len(merge) == 2 and {*merge, "".join(merge)} <= vocab.keys() for merge in merges)
     if len(vocab) != len(tokens) or len(kinds) != len(tokens) or not known:
         raise ValueError(f"{keys.where}: got a damaged vocabulary (repeated tokens, or lists that do not match)")

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from treeflash_jax.core.error_text import clipped
+from treeflash_jax.formats import tensor_files
 
 LONGEST_ID = 96  # the Hub's limit, in characters
 
@@ -14,12 +15,13 @@ def is_hub_id(name: str | Path) -> bool:
 
 
 def cached(hub_id: str, revision: str | None = None) -> Path | None:
-    """Returns the folder of a Hub id in the Hub's local cache; None if config or weights are missing there."""
+    """Returns the folder of a Hub id in the Hub's local cache; None if config or part of the weights are missing there."""
     try:
         folder = download(hub_id, revision, local_files_only=True)
+        names = "config.json", *tensor_files.file_names(folder)
     except ValueError:
         return None
-    return folder if (folder / "config.json").exists() and any(folder.glob("*.safetensors")) else None
+    return folder if all((folder / name).exists() for name in names) else None
 
 
 def download(hub_id: str, revision: str | None = None, local_files_only: bool = False) -> Path:

@@ -102,7 +102,8 @@ def _parts(
         return None, {}
     parts = {field: getattr(tensor, name) for field, name in _FACTORS.items()}
     parts = {field: part for field, part in parts.items() if part is not None} | _numbers(tensor)
-    inputs, made = tensor.get_shape()[-1], {}
+    inputs = tensor.get_shape()[-1]
+    made = {}
     for field, part in parts.items():
         counts = spec.shape if field == "values" else _count(spec, mesh, inputs, 1, inputs // part.get_shape()[-1])
         made[field] = Spec(counts, spec.axes, "ones", dtype=jnp.dtype(_DTYPES[part.get_dtype()]))

@@ -69,7 +69,8 @@ class Keys:
         value = self.raw.get(key)
         if not required and value in (None, []):
             return ()
-        value, says = value if isinstance(value, list | tuple) else [value], f"ids (whole numbers from 0 to {most})"
+        value = value if isinstance(value, list | tuple) else [value]
+        says = f"ids (whole numbers from 0 to {most})"
         return coerce(Sequence[int], value, f"{key} =", self.where, says=says, least=0, most=most, min_length=1)
 
     def value(self, kind: Any, key: str, default: Any, says: str, **limits: Any) -> Any:

@@ -232,7 +232,8 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     """
     files.check_folder(target)
     drafter = open_files(source, "drafter")
-    config, written = drafter.config, writable(dialect, drafter.config)
+    config = drafter.config
+    written = writable(dialect, drafter.config)
     written.to_hf(written.without_head(config, {})[0] if drop_head else config)  # raises its errors before weights are read
     with drafter.open_tensors() as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import files, sharding
@@ -48,7 +49,7 @@ def load(
     specs: Any,
     entries: Any,
     dtype: DTypeLike,
-    mesh,
+    mesh: Mesh | None,
     finish: Callable[[jax.Array, Spec], Any] = lambda weight, _: weight,
 ) -> Any:
     """Reads a tree of weights. Each host reads only the slices of its devices.
@@ -183,7 +184,8 @@ def pair_entries(specs: Any, entries: Any) -> list[tuple[Spec, Entry]]:
     flat_entries = dict(jax.tree_util.tree_leaves_with_path(entries, is_leaf=lambda x: isinstance(x, Entry)))
     pairs = []
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        name, entry = jax.tree_util.keystr(path, simple=True, separator="."), flat_entries.get(path)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        entry = flat_entries.get(path)
         if entry is None:
             raise ValueError(f"{name}: got no Entry, expected one that locates this weight in files")
         axes = len(spec.shape) - (entry.is_apart or entry.is_stacked)

@@ -17,8 +17,10 @@ class TextLimit:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int):
-        spec, vocabulary = json.loads(tokenizer.inner.backend_tokenizer.to_str()), tokenizer.inner.get_vocab()
-        normalizers, splits = _steps(spec["normalizer"], "normalizers"), _steps(spec["pre_tokenizer"], "pretokenizers")
+        spec = json.loads(tokenizer.inner.backend_tokenizer.to_str())
+        vocabulary = tokenizer.inner.get_vocab()
+        normalizers = _steps(spec["normalizer"], "normalizers")
+        splits = _steps(spec["pre_tokenizer"], "pretokenizers")
         if any(step["type"] == "ByteLevel" for step in splits):
             self._dropped = bytes(byte for character, byte in BYTES_OF.items() if character not in vocabulary)
             knows_all = True

@@ -34,7 +34,8 @@ class Tokenizer:
     """
 
     def __init__(self, inner: Any, template: Mapping[str, Any] | None = None):
-        self.inner, self.template = inner, {"enable_thinking": False, **(template or {})}
+        self.inner = inner
+        self.template = {"enable_thinking": False, **(template or {})}
 
     @classmethod
     def load(cls, path: str | Path, template: Mapping[str, Any] | None = None) -> Self | None:
@@ -124,6 +125,8 @@ class Tokenizer:
 
 def _read_byte_level(token: str) -> bytes:
     """Reads GPT-2's alphabet, which has a character for each byte: Latin-1's, if it is visible."""
+    if not BYTES_OF.keys() >= {*token}:
+        raise ValueError(f"got token {quoted(token)}, expected characters of GPT-2's alphabet, each for a byte")
     return bytes(BYTES_OF[character] for character in token)
 
 

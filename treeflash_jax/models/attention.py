@@ -178,7 +178,7 @@ def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
         new_bkqu = jnp.exp(new_bkqu - peak_bkq[..., None])
         sums = *products.attention_sums(new_bkqu, jnp.swapaxes(v_buke, 1, 2)), peak_bkq
 
-        def add_block(index, sums):
+        def add_block(index: jax.Array, sums: tuple[jax.Array, ...]):
             mixed_bkqe, total_bkq, before_bkq = sums
             keys_bkxe, values_bkxe = prefix.read(index * size, size)
             seen_bx = lax.dynamic_slice_in_dim(seen_bs, index * size, size, axis=1, allow_negative_indices=False)

@@ -232,7 +232,7 @@ def _make_layer(config: ModelConfig, kind: LayerKind, inputs: PassInputs) -> Cal
     """Returns a function of a layer's weights, input, state and `earlier`. It returns the output and `Output.new`."""
 
     @jax.jit  # traced once for all layers of the same kind; XLA inlines the calls
-    def layer(weights, x_btd, state, earlier, input_btp):
+    def layer(weights: Params, x_btd: jax.Array, state: Any, earlier: Any, input_btp: jax.Array | None):
         normed_btd = layers.norm(config, x_btd, weights["attention_norm"])
         mixed_btd, new = kind.mix(weights, config, normed_btd, inputs, state, earlier)
         x_btd = x_btd + layers.post_norm(weights, config, "attention_post_norm", mixed_btd)

@@ -154,7 +154,16 @@ def attend(
     return tuple(joined)
 
 
-def on_each_device(run: Callable[..., Any], q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu) -> Any:
+def on_each_device(
+    run: Callable[..., Any],
+    q_btge: jax.Array,
+    k_btge: jax.Array,
+    v_bthf: jax.Array,
+    decay_bth: jax.Array,
+    beta_bth: jax.Array,
+    state_bgez: jax.Array,
+    mask_btu: jax.Array,
+) -> Any:
     """Runs a kernel with the arguments of `attend` on every device of a mesh, for the device's sequences and key heads."""
     sizes = batch, _, groups, _ = k_btge.shape
     heads, per_head = (("batch", None, "heads", None), sizes), (("batch", None, "heads"), sizes[:3])
@@ -163,7 +172,16 @@ def on_each_device(run: Callable[..., Any], q_btge, k_btge, v_bthf, decay_bth, b
     return sharding.over_mesh(run, (q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu), layouts)
 
 
-def _attend_block(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu, sees_bt):
+def _attend_block(
+    q_btge: jax.Array,
+    k_btge: jax.Array,
+    v_bthf: jax.Array,
+    decay_bth: jax.Array,
+    beta_bth: jax.Array,
+    state_bgez: jax.Array,
+    mask_btu: jax.Array,
+    sees_bt: jax.Array,
+):
     """Returns outputs, updates, and the state after the last position.
 
     Args:
@@ -200,7 +218,7 @@ def _attend_block(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_
     return out_bthf, updates_bthf, _add(state_bgez, kept_bh, k_btge, updates_bthf, jnp.swapaxes(fade_bhtu[:, :, -1], 1, 2))
 
 
-def _add(state_bgez, kept_bh, k_btge, updates_bthf, fade_bth):
+def _add(state_bgez: jax.Array, kept_bh: jax.Array, k_btge: jax.Array, updates_bthf: jax.Array, fade_bth: jax.Array):
     """Returns kept * S + sum over t of fade * k u^T."""
     batch, size, groups = k_btge.shape[:3]
     faded_btgz = (updates_bthf * fade_bth[..., None]).reshape(batch, size, groups, -1)

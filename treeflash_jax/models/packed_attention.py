@@ -129,22 +129,22 @@ def _chunked(operands: Operands) -> jax.Array:
         return attend_plainly(operands)
 
     @jax.checkpoint
-    def attend(chunk):
+    def attend(chunk: tuple[jax.Array, jax.Array]):
         q_bche, mask_bcu = chunk
         return attend_plainly(operands._replace(q_bthe=q_bche, mask_btu=mask_bcu))
 
-    def split(x):
+    def split(x: jax.Array):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), 1, 0)
 
     return jnp.moveaxis(lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
 
 
-def _cudnn(q_bthe, k_bxke, v_bxke, mask):
+def _cudnn(q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: PackedMask):
     mask_b1tx, scale = mask.dense()[:, None], q_bthe.shape[-1] ** -0.5
     return jax.nn.dot_product_attention(q_bthe, k_bxke, v_bxke, mask=mask_b1tx, scale=scale, implementation="cudnn")
 
 
-def _splash(q_bthe, k_bxke, v_bxke, mask, *, interpret=False):
+def _splash(q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: PackedMask, *, interpret: bool = False):
     """Runs splash attention. Its backward pass is a kernel, too."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -157,7 +157,7 @@ def _splash(q_bthe, k_bxke, v_bxke, mask, *, interpret=False):
     causal = masks.MultiHeadMask([masks.CausalMask((q_bthe.shape[1], k_bxke.shape[1]))] * q_bthe.shape[2])
     kernel = splash.make_splash_mha_single_device(causal, block_sizes=sizes, interpret=interpret)
 
-    def attend(q_hte, k_kxe, v_kxe, mask):
+    def attend(q_hte: jax.Array, k_kxe: jax.Array, v_kxe: jax.Array, mask: PackedMask):
         run = kernel
         if mask.block_mask is not None:
             info = MaskInfo(None, None, None, None, mask.packed_bt)

@@ -194,7 +194,7 @@ def by_chunks(reduce: Callable[..., Any], size: int, hidden_btd: jax.Array, *mor
     )
 
 
-def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:
+def gumbel(keys: jax.Array, size: int, dtype: DTypeLike) -> jax.Array:
     """Draws standard Gumbel noise [..., v], independent for each key."""
     noise = jnp.vectorize(lambda key: jax.random.gumbel(key, (size,), dtype), signature="()->(v)")(keys)
     return sharding.constrain(noise, ("batch",) + (None,) * (noise.ndim - 2) + ("vocab",))
@@ -244,7 +244,7 @@ def filter_threshold(
 def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
     """Returns the largest key of the logits' dtype for which `holds` is true, [...]. It is true below, and false above."""
 
-    def halve(_, bounds):
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]):
         low, high = bounds  # holds(low) is true, holds(high) is false
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         true = holds(middle)
@@ -262,7 +262,7 @@ def ordered(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, -(2 ** (8 * x.dtype.itemsize - 1)) - bits, bits)
 
 
-def unordered(key: jax.Array, dtype) -> jax.Array:
+def unordered(key: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the floating-point values of keys from `ordered`."""
     size = 8 * jnp.dtype(dtype).itemsize
     bits = jnp.where(key < 0, -(2 ** (size - 1)) - key, key).astype(f"int{size}")

@@ -4,6 +4,7 @@ Shape suffixes: b batch, c children kept per node, u nodes under the root.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def _one_branch(inputs: TreeInputs, follow: Callable) -> DraftTree:
         return root_only(anchor_b)
     best_b1 = jnp.zeros_like(anchor_b)[:, None]
 
-    def step(carry, depth):
+    def step(carry: tuple[jax.Array, Any], depth: jax.Array):
         score_b1, state_b1 = carry
         tokens_b1c, log_probs_b1c = expander.children(depth, state_b1)
         score_b1 += log_probs_b1c[..., 0]

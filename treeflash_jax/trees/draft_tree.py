@@ -38,11 +38,13 @@ def root_only(anchor_b: jax.Array) -> DraftTree:
     return DraftTree(anchor_b[:, None], zero_b1, zero_b1, log_prob_bn=zero_b1.astype(jnp.float32), valid_bn=zero_b1 == 0)
 
 
-def below_root(anchor_b, tokens_bu, parent_bu, depth_bu, log_prob_bu) -> DraftTree:
+def below_root(
+    anchor_b: jax.Array, tokens_bu: jax.Array, parent_bu: jax.Array, depth_bu: jax.Array, log_prob_bu: jax.Array
+) -> DraftTree:
     """Returns the tree of the anchor and these nodes below it. Nodes of probability zero become padding."""
     valid_bu = jnp.isfinite(log_prob_bu)
 
-    def with_root(root_b, nodes_bu, padding):
+    def with_root(root_b: jax.Array, nodes_bu: jax.Array, padding: float):
         return jnp.concatenate([root_b[:, None], jnp.where(valid_bu, nodes_bu, padding).astype(root_b.dtype)], axis=1)
 
     zero_b = jnp.zeros_like(anchor_b)

@@ -56,7 +56,8 @@ def weigh_places(path: DraftedPath) -> tuple[jax.Array, jax.Array]:
     """Returns w and h of every place, [b, p]; h is 1 at the root and 0 past the end."""
     log_ratio_bp = jnp.log(path.ratio_bp)
 
-    def chain(first, second):  # places compose as x -> min(bound, x + step)
+    # Places compose as x -> min(bound, x + step).
+    def chain(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]):
         return first[0] + second[0], jnp.minimum(second[1], first[1] + second[0])
 
     weight_bp = jnp.exp(lax.associative_scan(chain, (log_ratio_bp, jnp.minimum(log_ratio_bp, 0)), axis=1)[1])

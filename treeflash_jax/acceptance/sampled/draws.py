@@ -154,12 +154,12 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
     one_bn = jnp.ones_like(draws.outside_bn)
     counts_bn = jnp.zeros(one_bn.shape, jnp.int32)
 
-    def remaining(weight_bn, scale_bn, tested_bn):
+    def remaining(weight_bn: jax.Array, scale_bn: jax.Array, tested_bn: jax.Array):
         left_bnc = jnp.maximum(weight_bn[..., None] * draws.p_bnc - scale_bn[..., None] * draws.q_bnc, 0)
         left_bnc = jnp.where(gone_bnc < tested_bn[..., None], 0, left_bnc)
         return left_bnc, jnp.sum(left_bnc, axis=-1) + weight_bn * draws.outside_bn
 
-    def test(state):
+    def test(state: tuple[jax.Array, ...]):
         turn, chance_bx, weight_bn, scale_bn, mass_bn, tested_bn = state
         now_bx = order_bx == turn
         # Acceptance: the chances of this turn's draws, and with `weighs` the weights of their nodes.

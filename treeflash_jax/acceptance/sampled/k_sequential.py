@@ -43,7 +43,7 @@ def _solve(draws: Draws) -> tuple[jax.Array, jax.Array]:
     is_here_bnx = (draws.parent_bx[:, None] == nodes_n[:, None]) & draws.is_draw_bx[:, None]
     count_bn = jnp.sum(is_here_bnx, axis=-1).astype(draws.p_bnc.dtype)
 
-    def halve(_, bounds):
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]):
         low_bn, high_bn = bounds
         middle_bn = (low_bn + high_bn) / 2
         beta_bn = _beta(draws, middle_bn)

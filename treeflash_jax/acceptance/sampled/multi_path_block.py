@@ -58,7 +58,7 @@ def _largest_path(draws: Draws) -> DraftedPath:
     place_bx = draws.gather(place_bnc)
     paths_b = jnp.sum((draws.parent_bx == 0) & draws.is_draw_bx, axis=1)
 
-    def step(carry, _):
+    def step(carry: tuple[jax.Array, ...], _: None):
         node_b, exists_b, before_b = carry  # before = A / f
         here_bx = draws.is_draw_bx & (draws.parent_bx == node_b[:, None]) & exists_b[:, None]
         best_b1 = jnp.argmax(jnp.where(here_bx, place_bx, -1), axis=1, keepdims=True)
@@ -95,7 +95,7 @@ def _skewed(q_bc: jax.Array, below_bc: jax.Array, before_b: jax.Array, paths_b: 
     high_bc = (before_b[:, None] + below_bc + q_bc) / (before_b[:, None] + 1)
     low_bc = (before_b[:, None] + below_bc) / (before_b[:, None] + 1)
 
-    def add(turn, carry):
+    def add(turn: jax.Array, carry: tuple[jax.Array, ...]):
         sum_bc, power_bc = carry
         more_b1 = (turn < paths_b)[:, None]
         return jnp.where(more_b1, high_bc * sum_bc + power_bc, sum_bc), jnp.where(more_b1, low_bc * power_bc, power_bc)

@@ -66,7 +66,11 @@ class _Counter:
     def __init__(
         self, item: Callable[..., Term], kinds: list[Contains], is_unique: bool, least: int, most: int | None, alike: int
     ):
-        self.item, self.kinds, self.least, self.most, self.alike = item, kinds, least, most, alike
+        self.item = item
+        self.kinds = kinds
+        self.least = least
+        self.most = most
+        self.alike = alike
         self.caps = [atom.least if atom.most is None else atom.most + 1 for atom in kinds]
         self.last = max(alike, least, 1, 0 if most is None else most + 1)
         if max(self.last, *self.caps, 0) > MOST_COUNTED:

@@ -72,7 +72,8 @@ def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
     source_e, starts_q = source_e[order], np.searchsorted(target_e[order], np.arange(num_states + 2))
     size_g = np.zeros(num_states + 2, np.int64)
     size_g[:2] = np.bincount(group_q, minlength=2)
-    num_groups, changed = 2, np.arange(num_states + 1)
+    num_groups = 2
+    changed = np.arange(num_states + 1)
     while changed.size:
         affected = np.unique(np.concatenate([source_e[starts_q[q] : starts_q[q + 1]] for q in changed]))
         signature = np.column_stack([group_q[affected], group_q[next_qk[affected]]])

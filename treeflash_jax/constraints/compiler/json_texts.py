@@ -4,6 +4,7 @@ After a comma or colon there may be one space, elsewhere none.
 """
 
 import json
+import math
 from collections.abc import Iterable
 from decimal import Context, Decimal
 from typing import Any
@@ -104,7 +105,8 @@ def finite_values(term: Term) -> dict[str, Term]:
         text, tail = unread.pop()
         if tail.has_empty:
             value = parse(text.decode())
-            key = json.dumps(value, sort_keys=True, default=str)
+            # A Decimal becomes a list with NaN, which no other value contains.
+            key = json.dumps(value, sort_keys=True, default=lambda number: [math.nan, str(number)])
             texts[key] = union(texts.get(key, NOTHING), value_text(value))
         for mask, after in tail.edges():
             is_space = mask == SPACE_MASK and {*after.edges()} <= {*tail.edges()}  # an optional space, as in SPACE

@@ -25,6 +25,7 @@ LONG_CATEGORIES = {
     "Letter": "L", "Lowercase_Letter": "Ll", "Uppercase_Letter": "Lu", "Number": "N", "Decimal_Number": "Nd", "digit": "Nd",
     "Punctuation": "P", "Symbol": "S", "Separator": "Z", "Mark": "M", "Other": "C",
 }  # fmt: skip
+COUNT = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
 MOST_REPEATED = 10_000
 MOST_SEQUENCES = 1_000
 
@@ -83,7 +84,9 @@ class _Parser:
     """Reads one pattern from left to right. `at` is the position of the next character."""
 
     def __init__(self, pattern: str, writer: RangeWriter):
-        self.pattern, self.writer, self.at = pattern, writer, 0
+        self.pattern = pattern
+        self.writer = writer
+        self.at = 0
 
     def refuse(self, what: str, at: int | None = None) -> NoReturn:
         raise Refused(f"pattern {self.pattern!r} has {what} at position {self.at if at is None else at}")
@@ -183,7 +186,7 @@ class _Parser:
 
     def _is_count(self, at: int) -> bool:
         """Returns whether a quantifier such as {2}, {2,} or {2,3} stands at a position."""
-        return re.match(r"\{[0-9]+(,[0-9]*)?\}", self.pattern[at:]) is not None
+        return COUNT.match(self.pattern, at) is not None
 
     def _read_character(self, char: str, start: int) -> Ranges:
         """Returns the set of characters that a character means outside of brackets."""

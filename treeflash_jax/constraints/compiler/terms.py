@@ -30,7 +30,9 @@ class Term:
     __slots__ = "_edges", "has_empty", "kind", "parts"
 
     def __init__(self, kind: str, parts: tuple, has_empty: bool):
-        self.kind, self.parts, self.has_empty = kind, parts, has_empty
+        self.kind = kind
+        self.parts = parts
+        self.has_empty = has_empty
         self._edges: list[tuple[int, Term]] | None = None
 
     def edges(self) -> list[tuple[int, "Term"]]:

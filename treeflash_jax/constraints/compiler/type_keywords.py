@@ -184,7 +184,8 @@ def _additional(value: Any, schema: dict, place: SchemaLocation, is_negated: boo
         KeySet(tuple(schema.get("properties", {}))),
         *(KeySet(None, name) for name in schema.get("patternProperties", {})),
     )
-    keys, part = KeySet(covered=covered), Subschema(value, place.inside("additionalProperties"))
+    keys = KeySet(covered=covered)
+    part = Subschema(value, place.inside("additionalProperties"))
     return _requirement("object", Values(keys, part), [(Values(keys, part.opposite(), True),)], is_negated)
 
 

@@ -80,8 +80,8 @@ def through_layers(
     table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
 
     @jax.jit  # traced once for all equal layers; XLA inlines the calls
-    def layer(weights, x_btd, seen):
-        def attention(x_btd):
+    def layer(weights: Params, x_btd: jax.Array, seen: Any):
+        def attention(x_btd: jax.Array):
             new = layers.keys_values(weights, config, x_btd, table)
             return layers.project_output(weights, attend(layers.queries(weights, config, x_btd, table), *new, seen))
 

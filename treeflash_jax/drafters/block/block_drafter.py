@@ -74,9 +74,9 @@ class BlockDrafter(Drafter):
 
     kind: ClassVar[str] = "block"
     dialect: ClassVar[str] = "treeflash"
-    settings: ClassVar[tuple[str, ...]] = tuple(
-        "head block_size candidates children shortlist draft_vocabulary ngrams".split()
-    )
+    settings: ClassVar[tuple[str, ...]] = (
+        "head", "block_size", "candidates", "children", "shortlist", "draft_vocabulary", "ngrams",
+    )  # fmt: skip
 
     layers: ModelConfig
     block_size: int
@@ -97,7 +97,7 @@ class BlockDrafter(Drafter):
     head_sizes: Any = None
     draft_vocab_size: int = 0
     owns_vocabulary: bool = False
-    candidates: int = 16
+    candidates: int = HEADS[MARGINAL].candidates
     children: int = 16
     shortlist: int = 0
     ngrams: int = 0
@@ -133,7 +133,7 @@ class BlockDrafter(Drafter):
     @property
     def extras(self) -> tuple[str, ...]:
         """Names of the fields in which the network differs from DFlash's."""
-        names = "shifted causal_layers sliding_layers conv_group owns_vocabulary".split()
+        names = "shifted", "causal_layers", "sliding_layers", "conv_group", "owns_vocabulary"
         return tuple(name for name in names if getattr(self, name))
 
     def fitted(self, verifier: ModelConfig) -> Self:
@@ -160,7 +160,8 @@ class BlockDrafter(Drafter):
 
         Raises ValueError for another head, a longer block, or too many tokens.
         """
-        has_list, heads = self.draft_vocab_size > 0, (MARGINAL, self.head)
+        has_list = self.draft_vocab_size > 0
+        heads = MARGINAL, self.head
         is_listed = draft_vocabulary != ALL or not self.owns_vocabulary
         expect(is_listed, "draft_vocabulary", draft_vocabulary, "frequent: its files have vectors of no other tokens")
         expect(
@@ -219,7 +220,9 @@ class BlockDrafter(Drafter):
     def draft_block(self, inputs: Inputs) -> jax.Array:
         """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 is the anchor's."""
         anchor_b, context = inputs.anchor_b, inputs.state.context
-        batch, size, length_b = anchor_b.shape[0], self.block_size, context.length_b
+        batch = anchor_b.shape[0]
+        size = self.block_size
+        length_b = context.length_b
         masks_bq = jnp.full((batch, size - 1), self.mask_token_id, anchor_b.dtype)
         tokens_bq = jnp.concatenate([anchor_b[:, None], masks_bq], axis=1)
         x_bqd = vocab.embed(inputs.verifier_params["embed"], tokens_bq, self.embedding_factor)
@@ -228,7 +231,7 @@ class BlockDrafter(Drafter):
         first_bq = (length_b[:, None] if self.shared_window else positions_bq + 1) - self.window
         first_bq = jnp.broadcast_to(first_bq, positions_bq.shape)
 
-        def attend(q_bqhe, k_bqke, v_bqke, seen):
+        def attend(q_bqhe: jax.Array, k_bqke: jax.Array, v_bqke: jax.Array, seen: tuple[Any, jax.Array, jax.Array | None]):
             prefix, mask_bqq, first_bq = seen
             return tree_attention(
                 q_bqhe, k_bqke, v_bqke, mask_bqq, prefix, length_b, first_bt=first_bq, implementation=inputs.attention
@@ -250,12 +253,14 @@ def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
 
     They are Qwen3's for every verifier but Llama, because the published PyTorch drafters have Qwen3's dense layers.
     """
-    sizes = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim rms_norm_eps rope max_positions"
-    sizes += " tie_embeddings eos_token_ids"
+    sizes = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope",
+        "max_positions", "tie_embeddings", "eos_token_ids",
+    )  # fmt: skip
     if verifier.model_type in ("qwen3", "llama"):
         layers = replace(verifier, num_layers=num_layers)
     else:
-        layers = ModelConfig(**{name: getattr(verifier, name) for name in sizes.split()}, num_layers=num_layers)
+        layers = ModelConfig(**{name: getattr(verifier, name) for name in sizes}, num_layers=num_layers)
     is_scaled = layers.rope.kind == "yarn" or layers.rope.fraction != 1 or layers.rope.attention_factor != 1
     return replace(layers, rope=Rope(theta=layers.rope.theta)) if is_scaled else layers
 

@@ -180,7 +180,8 @@ class GenerateConfig:
     candidates: int | None = drafting_setting(
         None,
         "most likely tokens per depth of a block drafter, from which trees are built (M in the TreeFlash paper)",
-        unset=f"the drafter's: 16, or 64 if its head follows the path; {ON_PLAIN_CPU} {PLAIN_CPU.candidates}",
+        unset="the drafter's: the number in its files, or else 64 for DSpark files and heads that follow the path, 16 for "
+        f"others; {ON_PLAIN_CPU} {PLAIN_CPU.candidates}",
         least=1,
         unit="tokens",
     )

@@ -121,7 +121,8 @@ class Architecture:
         fields: dict[str, Any] = {}
         for key in self.keys:
             fields[key.field] = key.read(keys, fields)
-        types, num_layers = keys.value(list[str] | None, "layer_types", None, "a list of names"), fields["num_layers"]
+        types = keys.value(list[str] | None, "layer_types", None, "a list of names")
+        num_layers = fields["num_layers"]
         others = sorted({*(types or ())} - {*self.layer_types})
         keys.expect(not others, "layer_types", others, f"only {', '.join(map(repr, self.layer_types))}")
         keys.expect(types is None or len(types) == num_layers, "layer_types", types, f"one for each of {num_layers} layers")

@@ -24,7 +24,7 @@ from treeflash_jax.formats import architectures
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.architecture import FULL, SLIDING
 from treeflash_jax.formats.architectures.dense import LINEAR
-from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.dialects.dialect import OUR_KEY, Dialect, read_our_fields, write_our_fields
 from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import Tensor
 from treeflash_jax.trees.tree_inputs import MAX_NODES
@@ -51,6 +51,9 @@ class BlockFolder(Dialect):
       inert: name prefixes of tensors that do not affect drafts, such as confidence heads.
       renamed: patterns of tensor names in some files, each with the replacement.
       scales_embeddings: whether drafters in these files were trained with the verifier's embedding factor.
+      candidates: candidates per depth if a file does not state them; None: the head's.
+      our_names: names that `read_our_fields` reads under OUR_KEY.
+      other_names: names that `read_head` reads under OUR_KEY.
     """
 
     part = "drafter"
@@ -58,7 +61,7 @@ class BlockFolder(Dialect):
     kind = "block"
     # Keys besides the layers'. `thinking` and `verifier` are ours; other programs ignore them.
     known: tuple[str, ...] = tuple(
-        "dflash_config block_size num_target_layers auto_map thinking verifier is_causal".split()
+        f"dflash_config {OUR_KEY} block_size num_target_layers auto_map thinking verifier is_causal".split()
     )
     projectors: tuple[str | None, ...] = (None,)
     head_keys: tuple[str, ...] = ()
@@ -66,6 +69,9 @@ class BlockFolder(Dialect):
     inert: tuple[str, ...] = ()
     renamed: Mapping[str, str] = {}
     scales_embeddings = True
+    candidates: int | None = None
+    our_names: tuple[str, ...] = ("candidate_tokens", "drafter_temperature", "candidates", "tau")
+    other_names: tuple[str, ...] = ()
     prefix = ""  # prefix of the backbone's tensors in new files; both prefixes can be read
 
     def recognises(self, path: Path, keys: Keys) -> bool:
@@ -122,7 +128,9 @@ class BlockFolder(Dialect):
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
         )
-        return replace(config, **self.read_head(keys, dflash, config))
+        head = {"head": MARGINAL} | self.read_head(keys, dflash, config)
+        usual = {"candidates": self.candidates or HEADS[head["head"]].candidates}
+        return replace(config, **usual | head | read_our_fields(keys, self.our_names, self.other_names))
 
     def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         """Returns the fields of BlockDrafter that the head determines."""
@@ -154,7 +162,8 @@ class BlockFolder(Dialect):
         return {"backbone": entries, "head": head} | listed
 
     def without_head(self, config: BlockDrafter, params: Params) -> tuple[BlockDrafter, Params]:
-        return replace(config, head=MARGINAL, head_sizes=None), params | {"head": {}}
+        plain = {"head": MARGINAL, "head_sizes": None, "candidates": HEADS[MARGINAL].candidates}
+        return replace(config, **plain), params | {"head": {}}
 
 
 class DFlashFolder(BlockFolder):
@@ -204,6 +213,7 @@ class DFlashFolder(BlockFolder):
             "layer_types": [FULL] * config.layers.num_layers,
             **({} if config.thinking is None else {"thinking": config.thinking}),
             **({"verifier": list(config.verifier)} if config.verifier else {}),
+            **write_our_fields(config, self.our_names, candidates=self.candidates or HEADS[config.head].candidates),
         }
 
 
@@ -211,49 +221,38 @@ class TreeFlashFolder(DFlashFolder):
     """The dialect of the published TreeFlash drafters. A head's `file_name` and `entries` are its names in these files."""
 
     name = "treeflash"
-    marks = ("dflash_config", "treeflash_config")
+    marks = ("dflash_config", OUR_KEY)
     class_name = "TreeFlashDraftModel"
-    known = (*DFlashFolder.known, "treeflash_config")
     heads = HEADS
+    our_names = (*DFlashFolder.our_names, "head_rank")
+    other_names = ("ar_approximation", "head_sizes")
     prefix = "model."
 
-    def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
-        treeflash = keys.table("treeflash_config")
-        treeflash.check_known(
-            {"candidate_tokens", "ar_approximation", "drafter_temperature", "head_rank", "head_sizes", "tau"}
-        )
+    def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
+        treeflash = keys.table(OUR_KEY)
         heads = {head.file_name: name for name, head in HEADS.items()}
         head = treeflash.raw.get("ar_approximation")
         is_known = isinstance(head, str | None) and head in heads
         treeflash.expect(is_known, "ar_approximation", head, f"one of {list(heads)}")
-        config = replace(
-            super().read_config(path, keys),
-            head=heads[head],
-            head_rank=treeflash.integer("head_rank", BlockDrafter.head_rank),
-            num_nodes=treeflash.integer("candidate_tokens", 16, most=MAX_NODES),
-            drafter_temperature=treeflash.number("drafter_temperature", 1.0),
-            tau=treeflash.number("tau") if "tau" in treeflash.raw else None,
-        )
-        usual = HEADS[config.head].sizes(config)
+        usual = HEADS[heads[head]].sizes(config)
         if usual is None or "head_sizes" not in treeflash:
-            return config
+            return {"head": heads[head]}
         sizes = treeflash.table("head_sizes")
         sizes.check_known(asdict(usual))
         read = {int: partial(sizes.integer, least=0), float: sizes.number}
         given = {name: read[type(value)](name) for name, value in asdict(usual).items() if name in sizes}
-        return replace(config, head_sizes=replace(usual, **given))
+        return {"head": heads[head], "head_sizes": replace(usual, **given)}
 
     def to_hf(self, config: BlockDrafter) -> dict[str, Any]:
+        raw = super().to_hf(config)
         sizes = HEADS[config.head].sizes(config)
-        treeflash = {
+        published = {
             "candidate_tokens": config.num_nodes,
             "ar_approximation": HEADS[config.head].file_name,
             "drafter_temperature": config.drafter_temperature,
-            **({} if config.tau is None else {"tau": config.tau}),
-            **({} if config.head_rank == BlockDrafter.head_rank else {"head_rank": config.head_rank}),
-            **({} if sizes is None else {"head_sizes": asdict(sizes)}),
         }
-        return super().to_hf(config) | {"treeflash_config": treeflash}
+        head_sizes = {} if sizes is None else {"head_sizes": asdict(sizes)}
+        return raw | {OUR_KEY: published | raw.get(OUR_KEY, {}) | head_sizes}
 
 
 def read_windows(keys: Keys) -> tuple[Keys, tuple[int, ...], int]:

@@ -20,6 +20,7 @@ from treeflash_jax.trees.tree_inputs import MAX_NODES
 
 OUR_KEY = "treeflash_config"  # key of config.json for fields that only this package writes
 OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "tau")
+_FIELDS = {"candidate_tokens": "num_nodes"}  # fields by other names, which files of block drafters have
 
 
 class Dialect(ABC):
@@ -88,17 +89,23 @@ class Dialect(ABC):
         raise ValueError(f"{self.name} files cannot be written, expected another dialect")
 
 
-def read_our_fields(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Returns the named fields of a drafter from its config.json: fields of OUR_FIELDS, or "thinking"."""
+def read_our_fields(keys: Keys, names: Collection[str], others: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the fields of a drafter that its config.json states under these names. `others` are read elsewhere."""
     keys = keys.table(OUR_KEY)
-    keys.check_known(names)
+    keys.check_known({*names, *others})
     integer = partial(keys.integer, most=MAX_NODES)
-    kinds = {"num_depths": integer, "num_nodes": integer, "thinking": keys.truth}
-    return {name: kinds.get(name, keys.number)(name) for name in names if name in keys.raw}
+    kinds = dict.fromkeys(("num_depths", "num_nodes", "candidate_tokens"), integer)
+    kinds |= {"candidates": keys.integer, "head_rank": keys.integer, "thinking": keys.truth}
+    return {_FIELDS.get(name, name): kinds.get(name, keys.number)(name) for name in names if name in keys.raw}
 
 
-def write_our_fields(config: Any, names: Collection[str]) -> dict[str, Any]:
-    """Returns a key of config.json with the fields that differ from their defaults; {} if there are none."""
-    stated = {name: getattr(config, name) for name in names}
-    stated = {name: value for name, value in stated.items() if value != getattr(type(config), name)}
+def write_our_fields(config: Any, names: Collection[str], **usual: Any) -> dict[str, Any]:
+    """Returns a key of config.json with the fields that differ from what a reader takes without it; {} if there are none.
+
+    Args:
+      usual: values that a reader takes, if they are not the defaults of the fields.
+    """
+    fields = {name: _FIELDS.get(name, name) for name in names}
+    usual = {field: getattr(type(config), field) for field in fields.values()} | usual
+    stated = {name: getattr(config, field) for name, field in fields.items() if getattr(config, field) != usual[field]}
     return {OUR_KEY: stated} if stated else {}

@@ -108,7 +108,8 @@ def _as_config_json(file: File) -> dict[str, Any]:
     architecture = known[kind]
     sizes = _SIZES | architecture.gguf_sizes
     values = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
-    keys, more = Keys(values, f"{file.path}: {kind}"), {}
+    keys = Keys(values, f"{file.path}: {kind}")
+    more = {}
     if architecture.gguf_keys:
         raw, more = architecture.gguf_keys(keys, file.tensors)
         keys = replace(keys, raw=raw)
@@ -153,7 +154,8 @@ def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str
         keys.check_only({"rope.scaling.factor": (0, 1)})  # if there is no type, llama.cpp divides frequencies by this
     if scaling != "yarn":
         keys.check_only({"rope.scaling.attn_factor": (1,)})
-    raw, tensor = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}, file.tensors.get(ROPE_DIVISORS)
+    raw = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}
+    tensor = file.tensors.get(ROPE_DIVISORS)
     if scaling == "yarn":
         if tensor is not None:
             raise ValueError(f"{file.path}: got {ROPE_DIVISORS} beside rope.scaling.type 'yarn', expected one of them")

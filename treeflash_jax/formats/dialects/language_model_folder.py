@@ -13,7 +13,7 @@ from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.drafters.steering import Steering
 from treeflash_jax.formats.architectures.dense import AS_ON_DISK
-from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.dialects.dialect import OUR_FIELDS, OUR_KEY, Dialect, read_our_fields, write_our_fields
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
@@ -34,9 +34,9 @@ class LanguageModel(Dialect):
         return False  # `dialects.recognise` decides, because these folders are also verifiers
 
     def read_config(self, path: Path, keys: Keys) -> LanguageModelDrafter:
-        of_model = {name: value for name, value in keys.raw.items() if name != STEERING}
+        of_model = {name: value for name, value in keys.raw.items() if name not in (STEERING, OUR_KEY)}
         layers = self.inner.read_config(path, Keys(of_model, keys.where))
-        return LanguageModelDrafter(layers=layers, steering=read_steering(keys))
+        return LanguageModelDrafter(layers=layers, steering=read_steering(keys), **read_our_fields(keys, OUR_FIELDS))
 
     def opened(self, path: Path, config: LanguageModelDrafter) -> AbstractContextManager[dict[str, Tensor]]:
         return self.inner.opened(path, config.layers)
@@ -46,7 +46,8 @@ class LanguageModel(Dialect):
         return entries | ({"steering": steering_entries(config.layers.num_layers)} if config.steering else {})
 
     def to_hf(self, config: LanguageModelDrafter) -> dict[str, Any]:
-        return self.inner.to_hf(config.layers) | ({STEERING: asdict(config.steering)} if config.steering else {})
+        steered = {STEERING: asdict(config.steering)} if config.steering else {}
+        return self.inner.to_hf(config.layers) | steered | write_our_fields(config, OUR_FIELDS)
 
 
 def read_steering(keys: Keys) -> Steering | None:

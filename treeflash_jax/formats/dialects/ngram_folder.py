@@ -21,7 +21,8 @@ class Ngram(Dialect):
     marks = ("ngram_config",)
 
     def read_config(self, path: Path, keys: Keys) -> NgramDrafter:
-        sizes, usual = keys.table("ngram_config", required=True), NgramDrafter()
+        sizes = keys.table("ngram_config", required=True)
+        usual = NgramDrafter()
         sizes.check_known({"longest", "shortest", "num_depths", "num_nodes"})
         longest = sizes.integer("longest", usual.longest, most=64)
         return NgramDrafter(

@@ -21,11 +21,10 @@ from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.drafters.block.heads.candidate_selector import CandidateSelectorSizes
 from treeflash_jax.drafters.block.heads.gru import GruSizes
 from treeflash_jax.drafters.block.heads.lilicorr import LiLiCorrSizes
+from treeflash_jax.drafters.block.heads.path_head import PathHead
 from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder
 from treeflash_jax.formats.keys import Keys, find_key
 from treeflash_jax.formats.storage import STORED_DTYPES, Tensor
-
-PATH_CANDIDATES = 64  # per depth, as in published trees with heads that follow the path
 
 
 class Domino(BlockFolder):
@@ -44,7 +43,7 @@ class Domino(BlockFolder):
         sizes = GruSizes(dflash.integer("gru_hidden_dim"), dflash.integer("pure_draft_prefix_len", 0, least=0))
         most = config.block_size - 1
         dflash.expect(sizes.prefix <= most, "pure_draft_prefix_len", sizes.prefix, f"at most {most}")
-        return {"head": "gru", "head_rank": table.integer(key), "head_sizes": sizes, "candidates": PATH_CANDIDATES}
+        return {"head": "gru", "head_rank": table.integer(key), "head_sizes": sizes}
 
 
 class DSpark(BlockFolder):
@@ -59,6 +58,7 @@ class DSpark(BlockFolder):
     )
     head_keys = (*top_keys, *confidence_keys, "dspark_backbone_conv_enabled")
     shifted = None
+    candidates = PathHead.candidates  # for heads without a state too
     inert = ("confidence_head.", "confidence_proj.")
     renamed = {r"^(markov_w[12]|gate_proj|joint_proj)\.": r"markov_head.\1."}
 
@@ -66,7 +66,9 @@ class DSpark(BlockFolder):
         return super().recognises(path, keys) or all(key in keys.raw for key in ("markov_rank", "target_layer_ids"))
 
     def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
-        raw, inside, is_deepspec = dict(keys.raw), keys.table("dflash_config").raw, "dflash_config" not in keys
+        raw = dict(keys.raw)
+        inside = keys.table("dflash_config").raw
+        is_deepspec = "dflash_config" not in keys
         if is_deepspec:
             keys.ids("target_layer_ids", INT32)  # refuses null, for which DeepSpec has no rule
             inside = {key: raw.pop(key) for key in self.head_keys if key in raw}
@@ -80,7 +82,7 @@ class DSpark(BlockFolder):
         heads = {"vanilla": "lowrank", "gated": "lowrank-gated", "rnn": "lowrank-rnn"}
         kind = dflash.raw.get("markov_head_type", "vanilla")
         dflash.expect(kind in [*heads], "markov_head_type", kind, f"one of {', '.join(heads)}")
-        return {"head": heads[kind], "head_rank": dflash.integer("markov_rank"), "candidates": PATH_CANDIDATES}
+        return {"head": heads[kind], "head_rank": dflash.integer("markov_rank")}
 
 
 class DFlash2(BlockFolder):

@@ -15,12 +15,12 @@ import numpy as np
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.drafters.block.block_drafter import BlockDrafter
 from treeflash_jax.formats.dialects.block_folder import ALIGNMENT, BlockFolder, DFlashFolder
-from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.dialects.dialect import OUR_KEY, Dialect
 from treeflash_jax.formats.dialects.published_heads import DFlash2, DSpark
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
-OUTSIDE = ("block_size", "num_target_layers", "thinking")  # keys besides the layers' that every dialect has
+OUTSIDE = ("block_size", "num_target_layers", "thinking", OUR_KEY)  # keys besides the layers' that every dialect has
 KEYS = tuple(  # keys of drafters of every kind
     """architectures auto_map draft_vocab_size dtype model_type speculators_config speculators_model_type
     speculators_version target_hidden_size tie_word_embeddings torch_dtype transformer_layer_config

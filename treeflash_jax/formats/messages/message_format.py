@@ -126,7 +126,8 @@ class TokenReader(MessageReader):
 
     def _begin_text(self, before: Sequence[int] = ()) -> None:
         """Begins the text of a block, which follows the tokens `before`."""
-        self._text, self._num_sent = AnswerText(self._tokenizer, before, self._stop), 0
+        self._text = AnswerText(self._tokenizer, before, self._stop)
+        self._num_sent = 0
 
     def _extend_text(self, id: int) -> list[Part]:
         """Adds a token to the text unless it is a special token. Returns the parts that this adds."""

@@ -26,12 +26,14 @@ class CompressedTensors(QuantMethod):
         config.check_only({"transform_config": ({}, None)})
         sparsity = config.raw.get("sparsity_config") or {}
         config.expect(sparsity.get("format", "dense") == "dense", "sparsity_config", sparsity, "the format 'dense'")
-        file_format, expected = config.raw.get("format", FORMATS[0]), f"one of {', '.join(FORMATS)}"
+        file_format = config.raw.get("format", FORMATS[0])
+        expected = f"one of {', '.join(FORMATS)}"
         expected = f"{expected}: load the model's bfloat16 files"
         groups = config.table("config_groups")
         for name in groups.raw:
             group = groups.table(name)
-            group_format, weights = group.raw.get("format") or file_format, group.table("weights")
+            group_format = group.raw.get("format") or file_format
+            weights = group.table("weights")
             group.expect(group_format in FORMATS, "format", group_format, expected)
             if group_format == "pack-quantized":
                 weights.check_only({"num_bits": (4, 8), "type": ("int",), "strategy": ("group", "channel")})

@@ -46,7 +46,8 @@ def _join_module(module: Module, bits: int, zeros_less_one: bool) -> GroupedTens
     height, outputs = packed.get_shape()
     inputs = height * packing.factor
     scales = quant_method.transpose(module.checked_tensor("scales", quant_method.SCALE_DTYPES, (None, outputs)))
-    group, groups = quant_method.find_group_size(f"{module.prefix}.scales", scales, inputs), scales.get_shape()[-1]
+    group = quant_method.find_group_size(f"{module.prefix}.scales", scales, inputs)
+    groups = scales.get_shape()[-1]
     packed_zeros = module.checked_tensor("qzeros", ("I32",), (groups, -(-outputs // packing.factor)))
     order = None
     if "g_idx" in module:

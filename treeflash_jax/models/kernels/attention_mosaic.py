@@ -202,8 +202,10 @@ def _kernel(
     def attend(step: Callable, keys_ref, values_ref, first, count) -> None:
         """Adds up `count` blocks, starting at `first`, and writes their sums."""
         block = plgpu.BlockSpec((TILE, q_smem.shape[1]), lambda index: (first + index, 0))
-        how = {"max_concurrent_steps": STAGES, "init_carry": _nothing(*q_smem.shape)}
-        run = plgpu.emit_pipeline(step, grid=(count,), in_specs=[block, block], **how)
+        nothing = _nothing(*q_smem.shape)
+        run = plgpu.emit_pipeline(
+            step, grid=(count,), in_specs=[block, block], max_concurrent_steps=STAGES, init_carry=nothing
+        )
         mixed_ref[at], total_ref[at], peak_ref[at] = run(keys_ref, values_ref)
 
     @pl.when(y < num_shares)

@@ -79,6 +79,7 @@ def _kernel(x_ref, values_ref, scale_ref, y_ref, wide_smem):
     zeros_tn = plgpu.layout_cast(jnp.zeros((TILE, x_ref.shape[0]), jnp.float32), plgpu.Layout.WGMMA)
     vectors = plgpu.BlockSpec((x_ref.shape[0], INPUTS), lambda index: (0, share * steps + index))
     weights = plgpu.BlockSpec((TILE, INPUTS), lambda index: (tile, share * steps + index))
-    how = {"max_concurrent_steps": STAGES, "init_carry": zeros_tn}
-    run = plgpu.emit_pipeline(step, grid=(steps,), in_specs=[vectors, weights], **how)
+    run = plgpu.emit_pipeline(
+        step, grid=(steps,), in_specs=[vectors, weights], max_concurrent_steps=STAGES, init_carry=zeros_tn
+    )
     y_ref[share, pl.ds(tile * TILE, TILE), :] = run(x_ref, values_ref)

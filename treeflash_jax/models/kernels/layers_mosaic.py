@@ -27,11 +27,12 @@ from treeflash_jax.models.quantized import product
 
 TAKES = "attention 'mosaic-gpu', its caches, and merged weights of layers like those of Qwen3 and Llama"
 # Fields that these layers compute or that concern other parts of a model. All others must have their defaults.
-SUPPORTED = (
-    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim rms_norm_eps rope max_positions "
-    "tie_embeddings qk_norm qkv_bias model_type eos_token_ids num_experts experts_per_token expert_size normalize_experts "
-    "expert_biases swiglu_limit dense_layers embedding_factor logit_cap window layer_types"
-).split()
+SUPPORTED = frozenset({
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps",
+    "rope", "max_positions", "tie_embeddings", "qk_norm", "qkv_bias", "model_type", "eos_token_ids", "num_experts",
+    "experts_per_token", "expert_size", "normalize_experts", "expert_biases", "swiglu_limit", "dense_layers",
+    "embedding_factor", "logit_cap", "window", "layer_types",
+})  # fmt: skip
 Normed = tuple[jax.Array, jax.Array | None]  # the residual stream, and its norm if a kernel made it
 
 

@@ -117,11 +117,12 @@ def draw_tokens(
     depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
     places = jnp.arange(n, dtype=jnp.int32)
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
-    noise_bnc, is_drawn_once_bn = noise_bnc[:, :n], outline.kind_bn == WITHOUT_REPLACEMENT
+    noise_bnc = noise_bnc[:, :n]
+    is_drawn_once_bn = outline.kind_bn == WITHOUT_REPLACEMENT
     noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, outline.parent_bn), noise_bnc)
     goes_on_bn, barred_bnc = _mark_places(outline, support_bnc)
 
-    def level(carry, depth):
+    def level(carry: tuple[Any, DrawnPlaces], depth: jax.Array):
         state_bn, draws = carry
         offered = _list_children(expander, depth, state_bn, barred_bnc, goes_on_bn, inputs.shape.leaves)
         draws = _draw_level(outline, draws, depth, *offered, noise_bnc, ranks)
@@ -183,7 +184,14 @@ def _mark_places(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, j
 
 
 def _draw_level(
-    outline: Outline, draws: DrawnPlaces, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int
+    outline: Outline,
+    draws: DrawnPlaces,
+    depth: jax.Array,
+    tokens_bnc: jax.Array,
+    log_p_bnc: jax.Array,
+    log_q_bnc: jax.Array,
+    noise_bnc: jax.Array,
+    ranks: int,
 ) -> DrawnPlaces:
     """Draws the tokens at `depth` + 1 from the distributions of their parents; returns all draws so far."""
     parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
@@ -214,7 +222,9 @@ def _draw_level(
     )
 
 
-def _compact(anchor_b, outline: Outline, draws: DrawnPlaces, num_fixed: int, depths: int) -> tuple[DraftTree, Proposal]:
+def _compact(
+    anchor_b: jax.Array, outline: Outline, draws: DrawnPlaces, num_fixed: int, depths: int
+) -> tuple[DraftTree, Proposal]:
     """Moves nodes to the front, and places that duplicates and ended branches left empty to the end."""
     n = outline.parent_bn.shape[1]
     places = jnp.arange(n, dtype=jnp.int32)
@@ -224,7 +234,7 @@ def _compact(anchor_b, outline: Outline, draws: DrawnPlaces, num_fixed: int, dep
     node_bn = pick(jnp.argsort(order_bn, axis=1).astype(jnp.int32), draws.first_bn)  # node of each draw
     valid_bn = pick(is_node_bn, order_bn)
 
-    def moved(x_bn: jax.Array, padding) -> jax.Array:
+    def moved(x_bn: jax.Array, padding: float) -> jax.Array:
         return jnp.where(valid_bn, pick(x_bn, order_bn), padding).astype(x_bn.dtype)
 
     tree = DraftTree(

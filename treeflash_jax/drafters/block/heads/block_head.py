@@ -98,6 +98,7 @@ class Head(ABC):
       entries: location of each weight in a file, by name.
       scored: names of tables with a vector for each drafted token; `expand` reads only the vectors of candidates.
       lanes: default number of nodes per level that best-first search expands; None: all nodes.
+      candidates: default number of candidates per depth (`BlockDrafter.candidates`).
       reads_context: whether it reads `Block.context_bd`.
       trains_candidates: whether `logits` gives -inf to tokens that are not candidates.
     """
@@ -106,6 +107,7 @@ class Head(ABC):
     entries: ClassVar[Mapping[str, Entry]]
     scored: ClassVar[tuple[str, ...]] = ()
     lanes: ClassVar[int | None] = None
+    candidates: ClassVar[int] = 16
     reads_context: ClassVar[bool] = False
     trains_candidates: ClassVar[bool] = False
 

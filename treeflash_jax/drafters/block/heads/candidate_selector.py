@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.core.parameters import Entry, Params, Spec
 from treeflash_jax.drafters.block.heads.block_head import DrafterSizes, Unembed, head_rank
 from treeflash_jax.drafters.block.heads.lowrank import LowRankHead, table_specs
 from treeflash_jax.models import vocab
@@ -48,10 +48,12 @@ class CandidateSelectorHead(LowRankHead):
         hidden = Spec((drafter.layers.hidden_size, head_rank(drafter)), (None, None), inputs=(0,), outputs=(1,))
         return table_specs(drafter) | {"hidden": hidden}
 
-    def vectors(self, params, before, normed) -> jax.Array:
+    def vectors(self, params: Params, before: jax.Array, normed: jax.Array) -> jax.Array:
         return before * product("...d,dk->...k", normed, params["hidden"])
 
-    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter: DrafterSizes) -> jax.Array:
+    def logits(
+        self, params: Params, unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array, drafter: DrafterSizes
+    ) -> jax.Array:
         marginal_bmv = lax.stop_gradient(unembed.logits(unembed.normed(hidden_bmd)))
         likely_bmk, _ = vocab.top_k(marginal_bmv, self.sizes(drafter).top_k)
         corrected_bmv = super().logits(params, unembed, previous_bm, hidden_bmd, drafter)

@@ -44,12 +44,14 @@ class FirstOrderHead(Head):
           normed_bqd: hidden states after the drafter's final norm.
         """
 
-    def logits(self, params, unembed: Unembed, previous_bx, hidden_bxd, drafter: DrafterSizes) -> jax.Array:
+    def logits(
+        self, params: Params, unembed: Unembed, previous_bx: jax.Array, hidden_bxd: jax.Array, drafter: DrafterSizes
+    ) -> jax.Array:
         embedding_bxd, normed_bxd = unembed.embed(previous_bx), unembed.normed(hidden_bxd)
         corrected_bxd = self.correct(params, embedding_bxd, lambda slots: slots, hidden_bxd, normed_bxd)
         return unembed.logits(unembed.normed(corrected_bxd))
 
-    def expand(self, params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
+    def expand(self, params: Params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
         """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
 
         Stage one: the M likeliest marginal tokens of each slot are the previous tokens of the next depth. Depth 0 has only
@@ -92,7 +94,13 @@ class FirstOrderHead(Head):
 
 
 def _shortlisted(
-    unembed: Unembed, corrected_bxd, by_context: ByContext, marginal_biv, likely_biy, temperature_b, children: int
+    unembed: Unembed,
+    corrected_bxd: jax.Array,
+    by_context: ByContext,
+    marginal_biv: jax.Array,
+    likely_biy: jax.Array,
+    temperature_b: jax.Array,
+    children: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `vocab.top_log_probs` in every context, among the tokens that are likely at any depth, [b, x, c] each.
 

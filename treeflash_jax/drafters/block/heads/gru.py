@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.core.parameters import Entry, Spec
-from treeflash_jax.drafters.block.heads.block_head import DrafterSizes, head_rank, scored_size
+from treeflash_jax.core.parameters import Entry, Params, Spec
+from treeflash_jax.drafters.block.heads.block_head import DrafterSizes, Unembed, head_rank, scored_size
 from treeflash_jax.drafters.block.heads.path_head import PathHead
 from treeflash_jax.models.quantized import product
 
@@ -58,7 +58,9 @@ class GruHead(PathHead):
     def state_size(self, drafter: DrafterSizes) -> int:
         return self.sizes(drafter).width
 
-    def step(self, params, unembed, state, token, normed) -> tuple[jax.Array, jax.Array]:
+    def step(
+        self, params: Params, unembed: Unembed, state: jax.Array, token: jax.Array, normed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         new = product("...d,dys->...ys", unembed.embed(token), params["gru_in"])
         old = product("...t,tys->...ys", state, params["gru_state"])
         reset, update = (jax.nn.sigmoid(new[..., gate, :] + old[..., gate, :]) for gate in range(2))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.core.parameters import Entry, Params, Spec
 from treeflash_jax.drafters.block.heads.block_head import Block, DrafterSizes, Head, Unembed, candidate_table
 from treeflash_jax.models import vocab
 from treeflash_jax.models.layers import layer_norm, rms_norm
@@ -103,7 +103,7 @@ class LiLiCorrHead(Head):
         biases["feature_norm_bias"] = (FEATURES,)
         return specs(maps, "normal") | specs(biases, "zeros") | specs(norms, "ones") | specs(others, "zeros")
 
-    def expand(self, params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
+    def expand(self, params: Params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
         sizes, normed_bid = self.sizes(drafter), unembed.normed(block.hidden_bid)
         logits_biv = unembed.logits(normed_bid)
         values_bik, ids_bik = vocab.top_k(logits_biv, sizes.top_k)
@@ -119,7 +119,14 @@ class LiLiCorrHead(Head):
         return candidate_table(tokens_bik, log_probs_bikk[:, :, : drafter.candidates], drafter.children)
 
     def factors(
-        self, params, unembed: Unembed, tokens_bik, log_probs_bik, normed_bid, block: Block, drafter: DrafterSizes
+        self,
+        params: Params,
+        unembed: Unembed,
+        tokens_bik: jax.Array,
+        log_probs_bik: jax.Array,
+        normed_bid: jax.Array,
+        block: Block,
+        drafter: DrafterSizes,
     ) -> Any:
         """Returns factors of unit length: out and in of every candidate, [b, i, k, f] each, and the anchor's, [b, f]."""
         sizes, eps = self.sizes(drafter), unembed.eps
@@ -154,7 +161,7 @@ class LiLiCorrHead(Head):
         out_bikf, in_bikf = (unit(through(name, factor_bth)).reshape(shape) for name in ("out", "into"))
         return out_bikf, in_bikf, unit(through("anchor_out", anchor_bh))
 
-    def features(self, params, through: Any, log_probs_bik: jax.Array) -> jax.Array:
+    def features(self, params: Params, through: Any, log_probs_bik: jax.Array) -> jax.Array:
         """Returns the features of each candidate's marginal log-probability and rank, [b, i, k, h], to be added to it."""
         rank_k = jnp.arange(log_probs_bik.shape[2])
         share_k = (rank_k / max(rank_k.size - 1, 1)).astype(log_probs_bik.dtype)

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import jax
 
-from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.core.parameters import Entry, Params, Spec
 from treeflash_jax.drafters.block.heads.block_head import DrafterSizes
-from treeflash_jax.drafters.block.heads.first_order import FirstOrderHead
+from treeflash_jax.drafters.block.heads.first_order import ByContext, FirstOrderHead
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
 from treeflash_jax.models.layers import rms_norm
 from treeflash_jax.models.quantized import product
@@ -32,7 +32,9 @@ class LinearHead(FirstOrderHead):
         half = Spec((d, d), ("embed", None), "zeros", inputs=(0,), outputs=(1,))
         return {"norm": Spec((d,), (None,), "ones"), "token": half, "hidden": half}
 
-    def correct(self, params, embedding_bxd, by_context, hidden_bqd, normed_bqd) -> jax.Array:
+    def correct(
+        self, params: Params, embedding_bxd: jax.Array, by_context: ByContext, hidden_bqd: jax.Array, normed_bqd: jax.Array
+    ) -> jax.Array:
         by_slot_bqd = hidden_bqd + product("bqd,de->bqe", normed_bqd, params["hidden"])
         normed_bxd = rms_norm(embedding_bxd, params["norm"], NORM_EPS)
         return by_context(by_slot_bqd) + product("bxd,de->bxe", normed_bxd, params["token"])

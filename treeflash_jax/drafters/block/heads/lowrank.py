@@ -67,13 +67,15 @@ class LowRankHead(Head):
         """Returns the number of tokens to score per depth, the likeliest of its marginal."""
         return max(drafter.candidates, drafter.children, drafter.shortlist)
 
-    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter: DrafterSizes) -> jax.Array:
+    def logits(
+        self, params: Params, unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array, drafter: DrafterSizes
+    ) -> jax.Array:
         normed_bmd = unembed.normed(hidden_bmd)
         vectors_bmk = self.vectors(params, vocab.embed(params["previous"], previous_bm), normed_bmd)
         marginal_bmv = unembed.logits(normed_bmd)
         return marginal_bmv + vocab.unembed(params["following"], vectors_bmk).astype(marginal_bmv.dtype)
 
-    def expand(self, params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
+    def expand(self, params: Params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> TransitionTable:
         """Returns the transition table [b, i, m, c] of q(token | previous token).
 
         Children are among the likeliest marginal tokens of their depth. Tokens off that list keep their marginal mass.
@@ -117,7 +119,7 @@ class GatedLowRankHead(LowRankHead):
         gate = Spec((width + rank, rank), (None, None), inputs=(0,), outputs=(1,))
         return table_specs(drafter) | {"gate": gate, "gate_bias": Spec((rank,), (None,), "zeros")}
 
-    def vectors(self, params, before, normed) -> jax.Array:
+    def vectors(self, params: Params, before: jax.Array, normed: jax.Array) -> jax.Array:
         of_slot, of_token = jnp.split(params["gate"], [normed.shape[-1]])
         gate = product("...d,dk->...k", normed, of_slot) + product("...k,kl->...l", before, of_token)
         return before * jax.nn.sigmoid(gate + params["gate_bias"])
@@ -139,7 +141,9 @@ class RnnLowRankHead(PathHead):
     def state_size(self, drafter: DrafterSizes) -> int:
         return head_rank(drafter)
 
-    def step(self, params, unembed, state, token, normed) -> tuple[jax.Array, jax.Array]:
+    def step(
+        self, params: Params, unembed: Unembed, state: jax.Array, token: jax.Array, normed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         before = vocab.embed(params["previous"], token)
         normed = jnp.broadcast_to(normed, (*token.shape, normed.shape[-1]))
         read = jnp.concatenate([state.astype(before.dtype), before, normed.astype(before.dtype)], axis=-1)

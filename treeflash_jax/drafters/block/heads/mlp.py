@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import jax
 
-from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.core.parameters import Entry, Params, Spec
 from treeflash_jax.drafters.block.heads.block_head import DrafterSizes
-from treeflash_jax.drafters.block.heads.first_order import FirstOrderHead
+from treeflash_jax.drafters.block.heads.first_order import ByContext, FirstOrderHead
 from treeflash_jax.models.layers import rms_norm
 from treeflash_jax.models.quantized import product
 
@@ -44,7 +44,9 @@ class MlpHead(FirstOrderHead):
             "down": Spec((f, d), ("ffn", "embed"), "zeros", inputs=(0,), outputs=(1,)),
         }
 
-    def correct(self, params, embedding_bxd, by_context, hidden_bqd, normed_bqd) -> jax.Array:
+    def correct(
+        self, params: Params, embedding_bxd: jax.Array, by_context: ByContext, hidden_bqd: jax.Array, normed_bqd: jax.Array
+    ) -> jax.Array:
         hidden_ug = by_context(product("bqd,dyf->bqyf", normed_bqd, params["hidden_ug"]))
         token_ug = product("bxd,dyf->bxyf", rms_norm(embedding_bxd, params["norm"], NORM_EPS), params["token_ug"])
         ug = token_ug + hidden_ug + params["bias"].astype(token_ug.dtype)

@@ -33,6 +33,7 @@ class PathHead(Head):
     """A head whose correction depends on all tokens of the path. `scored` names its only table, W."""
 
     lanes = 16
+    candidates = 64  # as in published trees with such heads
 
     def prefix(self, drafter: DrafterSizes) -> int:
         """Returns the number of leading depths that draft from the marginals."""
@@ -54,14 +55,16 @@ class PathHead(Head):
           normed: hidden state, after the final norm, of the slot that predicts this depth; can be broadcast to [..., d].
         """
 
-    def logits(self, params, unembed: Unembed, previous_bm, hidden_bmd, drafter: DrafterSizes) -> jax.Array:
+    def logits(
+        self, params: Params, unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array, drafter: DrafterSizes
+    ) -> jax.Array:
         depths = drafter.num_depths
         normed_bmd = unembed.normed(hidden_bmd)
         marginal_bmv = unembed.logits(normed_bmd)
         by_block = lambda x_bm: jnp.moveaxis(x_bm.reshape(x_bm.shape[0], -1, depths, *x_bm.shape[2:]), 2, 0)  # noqa: E731
         previous_ibn, normed_ibnd = by_block(previous_bm), by_block(normed_bmd)
 
-        def advance(state_bns, at):
+        def advance(state_bns: jax.Array, at: tuple[jax.Array, jax.Array]):
             vectors_bnk, next_bns = self.step(params, unembed, state_bns, *at)
             return next_bns.astype(state_bns.dtype), vectors_bnk
 
@@ -72,7 +75,7 @@ class PathHead(Head):
         vectors_bmk = jnp.moveaxis(vectors_ibnk, 0, 2).reshape(*previous_bm.shape, -1)
         return marginal_bmv + vocab.unembed(params[self.scored[0]], vectors_bmk).astype(marginal_bmv.dtype)
 
-    def expand(self, params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> LaneExpander:
+    def expand(self, params: Params, unembed: Unembed, block: Block, drafter: DrafterSizes) -> LaneExpander:
         """Returns the children of the anchor, and the recurrent network that continues below them."""
         listed = min(max(drafter.candidates, drafter.children, drafter.shortlist), unembed.unembed_vd.shape[0])
         normed_bid = unembed.normed(block.hidden_bid)
@@ -91,7 +94,8 @@ class PathHead(Head):
             "vectors": vocab.embed(params[self.scored[0]], ids_bix if drafter.owns_vocabulary else tokens_bix),
             "temperature": scale_b11,
         }
-        step, anchor_b1 = PathStep(self, drafter), block.anchor_b[:, None]
+        step = PathStep(self, drafter)
+        anchor_b1 = block.anchor_b[:, None]
         state_b1s = jnp.zeros((*anchor_b1.shape, self.state_size(drafter)), normed_bid.dtype)
         first = step.offer(shared, jnp.int32(0), state_b1s, anchor_b1)
         depths = normed_bid.shape[1]
