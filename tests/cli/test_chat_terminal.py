@@ -84,6 +84,7 @@ def answer(terminal: Terminal, text: str) -> str:
     return re.search(r"<'(.*?)'>", terminal.read_until("<'.*'>.*you: "))[1]
 
 
+@pytest.mark.slow
 def test_turns_are_edited_pasted_and_remembered(chat, tmp_path):
     terminal = chat()
     assert answer(terminal, "two wrds\x1b[D\x1b[D\x1b[Do\r") == "two words", "arrows move the cursor"

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from answers import slow
 from conftest import PAIR, SMOLLM2
 from refusals import mistake, refused
 
@@ -36,7 +37,7 @@ HI, HELLO = ([{"role": "user", "content": text}] for text in ("hi", "hello"))
 SHORT, LONG = ({"role": "system", "content": text} for text in ("Short.", "Long."))
 
 
-@pytest.mark.parametrize("builder", ["best-first", "none"])
+@pytest.mark.parametrize("builder", ["best-first", slow("none")])
 def test_generate_gives_the_published_ids(capsys, builder):
     expected, settings = np.load(PAIR / "expected.npz"), json.loads((PAIR / "settings.json").read_text())
     prompt = expected["prompt"][0]

@@ -74,6 +74,7 @@ def test_log_probs_are_the_verifiers(greedy):
     assert greedy.log_probs is None
 
 
+@pytest.mark.slow
 def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_float32():
     """Mean errors of four random models."""
     config, errors = replace(RANDOM_MODEL, num_layers=16), []

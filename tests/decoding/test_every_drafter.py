@@ -204,11 +204,8 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, settings, batch):
 
 
 # Programs with processors also take what programs without them take.
-RECOMPILED = [("block", True)]
-RECOMPILED += [slow(*case) for case in (("block", False), ("ngram", True), ("eagle3", False))]
-
-
-@pytest.mark.parametrize(("kind", "is_processed"), RECOMPILED)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "is_processed"), [("block", True), ("block", False), ("ngram", True), ("eagle3", False)])
 def test_nothing_recompiles_when_only_values_change(kind, is_processed):
     """Prompts, their number within the batch, settings of sampling and of processors, stop ids."""
     pair = make_pair(replace(ONE_LAYER, rms_norm_eps=2e-6), KINDS[kind])  # a pair whose programs no other test compiles

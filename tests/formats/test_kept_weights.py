@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantized_files
-from answers import PROMPTS, TREE, assert_greedy, drafted_as_plain, read_texts, slow, slow_unless
+from answers import PROMPTS, TREE, assert_greedy, drafted_as_plain, read_texts, slow_unless
 from conftest import DATA, FOLDERS, needs_8_devices
 from model_files import assert_same
 from quantized_files import FORMATS, expand_kept, make_folders
@@ -97,10 +97,10 @@ def test_drafters_keep_weights_by_the_rule_of_verifiers(source, form, tmp_path, 
 
 
 @needs_8_devices
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("form, group", [
-    ("pack-quantized", 32), slow("gpt_oss", 32),
-    *(slow(form, 16) for form in ("gptq", "awq", "modelopt")),
+    ("pack-quantized", 32), ("gpt_oss", 32), ("gptq", 16), ("awq", 16), ("modelopt", 16),
 ])  # fmt: skip
 def test_a_mesh_has_whole_groups(form, group, tmp_path, monkeypatch):
     """Shards have 16 inputs: of groups of 32, half a group, whose scale and zero point are repeated."""

@@ -107,6 +107,7 @@ def tool_client(tiny) -> Iterator[openai.OpenAI]:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=600, max_retries=0)
 
 
+@pytest.mark.slow
 def test_a_forced_call_and_its_result(tool_client):
     given = {"tools": [ADD, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "add"}}
     first = create(tool_client, max_output_tokens=60, **given)

@@ -34,6 +34,7 @@ def test_greedy_answers_are_those_of_plain_decoding(model, settings):
         np.testing.assert_allclose(result.expected_lengths, result.accepted_before_cut, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(model):
     draft = DRAFT | SKELETON | {"acceptance": "sample-and-match"}
     drafted_as_plain(model, PROMPTS, draft, temperature=[0.7, 1.0, 1.3, 1.0], seed=[1, 2, 3, 4], max_new_tokens=24)
