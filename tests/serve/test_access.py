@@ -92,8 +92,9 @@ def test_keys_are_bearers_or_x_api_key():
     given = [
         {"authorization": "Bearer secret"},
         {"x-api-key": "secret"},
+        {"authorization": "Bearer none", "x-api-key": "secret"},
         {"x-api-key": "no"},
         {"authorization": "secret"},
         {},
     ]
-    assert [asyncio.run(status(**headers)) for headers in given] == [200, 200, 401, 401, 401]
+    assert [asyncio.run(status(**headers)) for headers in given] == [200, 200, 200, 401, 401, 401]

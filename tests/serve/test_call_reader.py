@@ -82,6 +82,8 @@ CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": 
     ({"role": "tool", "tool_call_id": "a", "content": None}, {"role": "tool", "tool_call_id": "a", "content": ""}),
     ({"role": "assistant", "content": "x", "reasoning_content": "Hm"}, {"role": "assistant", "content": "x", "key": "Hm"}),
     ({"role": "assistant", "content": "x", "reasoning": "Hm"}, {"role": "assistant", "content": "x", "key": "Hm"}),
+    ({"role": "assistant", "content": "x", "reasoning_content": "Hm", "reasoning": "H"},
+     {"role": "assistant", "content": "x", "key": "Hm"}),
     ({"role": "user", "content": None}, {"role": "user", "content": None}),
 ])  # fmt: skip
 def test_messages_are_mended(message, expected):

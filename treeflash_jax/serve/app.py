@@ -66,7 +66,7 @@ def make_app(
     add_monitoring(app, worker, metrics, needs)
     add_schema(app, body_kinds, needs)
     if has_page:
-        add_page(app, needs, answers.latest, worker.model.tokenizer, answers.writing)
+        add_page(app, needs, answers.latest, worker.model.tokenizer, answers.drawing)
     add_error_handlers(app)
     return app
 
@@ -75,9 +75,9 @@ def make_key_check(key: str | None) -> Callable[[HttpRequest], Awaitable[None]]:
     """Returns a check that raises HTTPException for a request without the key. If the key is None, it allows everything."""
 
     async def check(request: HttpRequest) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if key is not None and not hmac.compare_digest(given.strip().encode(), key.encode()):
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer * (scheme.lower() == "bearer"), request.headers.get("x-api-key", "")
+        if key is not None and not any(hmac.compare_digest(text.strip().encode(), key.encode()) for text in given):
             message = "got no valid API key, expected 'Authorization: Bearer KEY'"
             raise HTTPException(401, {"message": message, "code": "invalid_api_key"})
 

@@ -60,6 +60,7 @@ class HttpAnswers:
         self.reader, self.worker, self.keeps_latest = reader, reader.worker, keeps_latest
         self.latest: dict[str, Submitted] = {}
         self.writing = Threads(WRITING)
+        self.drawing = Threads(1)  # a tree takes the caches of a whole context
         self.num_unfinished = 0
         self._has_ended = False
         self._preparing: set[asyncio.Task] = set()
@@ -69,7 +70,8 @@ class HttpAnswers:
     @property
     def num_busy(self) -> int:
         """Number of threads that are running."""
-        return sum(threads.busy for threads in (self.reader.threads, self.reader.compiler.threads, self.writing))
+        reading, compiling = self.reader.threads, self.reader.compiler.threads
+        return sum(threads.busy for threads in (reading, compiling, self.writing, self.drawing))
 
     def end(self) -> None:
         """Ends all answers with an error, and refuses new requests."""
@@ -115,7 +117,11 @@ class HttpAnswers:
         try:
             submitted = await preparing
         except asyncio.CancelledError:
-            raise ServerEnds("the server ends") if self._has_ended else Gone from None
+            if self._has_ended:
+                raise ServerEnds("the server ends") from None
+            if gone.done():
+                raise Gone from None
+            raise
         finally:
             self._preparing.discard(preparing)
         gone.add_done_callback(lambda _: self._drop(submitted.submission))

@@ -1,6 +1,5 @@
 """The chat page for browsers, with the rounds and the draft trees of the latest answers."""
 
-import asyncio
 import base64
 import hashlib
 from collections.abc import Mapping
@@ -28,11 +27,10 @@ def add_page(
     Args:
       needs: FastAPI dependencies of the paths that need the key.
       latest: the last answers, by id of the request.
-      threads: threads that draft and draw trees.
+      threads: one thread at a time, which drafts and draws trees.
     """
     page = resources.files("treeflash_jax.serve").joinpath("page.html").read_text(encoding="utf-8")
     headers = {"content-security-policy": make_policy(page), "x-content-type-options": "nosniff"}
-    drafting = asyncio.Lock()  # one tree at a time: each takes the caches of a whole context
 
     def find(answer_id: str) -> Result:
         result = latest[answer_id].results.get(0) if answer_id in latest else None
@@ -55,8 +53,7 @@ def add_page(
         if round_index >= len(result.accept_lengths):
             message = f"got round {round_index}, expected one of the {len(result.accept_lengths)} of this answer, from 0"
             raise HTTPException(404, message)
-        async with drafting:
-            return await threads.run(partial(describe_tree, result, round_index))
+        return await threads.run(partial(describe_tree, result, round_index))
 
 
 def make_policy(page: str) -> str:

@@ -51,8 +51,9 @@ class Served:
         for line in map(clipped, texts):
             if len(self.noted) >= MOST_NOTES:
                 return
-            self.noted.add(line)
-            warn(line)
+            if line not in self.noted:
+                self.noted.add(line)
+                warn(line)
 
 
 class Exchange(ABC):
