@@ -171,6 +171,14 @@ def test_a_chat_without_a_prompt_is_refused_with_its_line(tmp_path):
     refused(lambda: read_chats(str(path)), f"{path}:2: got an answer alone, expected a user's message before it")
 
 
+def test_only_the_first_of_several_turns_is_a_prompt(tmp_path, caplog):
+    path = tmp_path / "mtbench.jsonl"
+    path.write_text(json.dumps({"turns": ["hi", "And now?"]}) + "\n" + json.dumps({"messages": HI + HELLO}))
+    assert read_chats(str(path)) == [HI, HI + HELLO]
+    [line] = caplog.messages
+    assert line.startswith(f"{path}: only the first of several turns")
+
+
 def test_a_schema_is_json_text_or_a_file_of_it(capsys, tmp_path):
     path, text = tmp_path / "person.json", '{"type": "object"}'
     path.write_text(text, encoding="utf-8-sig")

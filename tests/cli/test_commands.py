@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import treeflash_jax as tf
 from treeflash_jax.bench import verdicts
 from treeflash_jax.cli import chat, commands
-from treeflash_jax.cli.chat_commands import COMMANDS, parse_value
+from treeflash_jax.cli.chat_commands import COMMANDS, Conversation, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core import programs
@@ -340,6 +340,19 @@ def test_a_turn_that_does_not_end_leaves_a_conversation_that_goes_on(tiny, monke
     console = Console(file=io.StringIO(), width=200)
     chat.converse(tiny, console)
     assert heard == [["A"], [*answers, "B"]] and console.file.getvalue().count(message) == 2
+
+
+@pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
+def test_a_turn_that_fails_forgets_nothing(tiny, monkeypatch, stop):
+    talk = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "Yes."}]
+    console, settings = Console(file=io.StringIO(), width=200), {"max_new_tokens": 8}
+    conversation = Conversation(model=tiny, console=console, settings=settings, messages=[*talk])
+    monkeypatch.setattr(TreeFlash, "prepare", Mock(side_effect=[ValueError("got caches, expected less"), None]))
+    monkeypatch.setattr(TreeFlash, "stream", Mock(side_effect=stop))
+    with pytest.raises(stop):
+        chat.answer(conversation, "B")
+    assert conversation.messages == talk and conversation.forgotten == 0
+    assert "first 2 messages are no longer read" in console.file.getvalue()
 
 
 def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatch):

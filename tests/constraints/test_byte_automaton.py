@@ -76,6 +76,12 @@ def test_only_limits_are_reported_as_limits(status, error, words):
         compile_bytes("pattern", "a", 6, run=lambda *_, **__: SimpleNamespace(returncode=status))
 
 
+def test_systems_without_these_signals_compile(monkeypatch):
+    for name in ("SIGKILL", "SIGXCPU"):
+        monkeypatch.delattr(signal, name)
+    assert is_text(compile_bytes("pattern", "a", 6), b"a")
+
+
 def test_what_takes_too_much_is_refused(monkeypatch):
     with pytest.raises(Unusable, match="nothing satisfies it"):
         compile_bytes("schema", "false", 6)

@@ -70,7 +70,7 @@ class RunOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    several = "drafter prompts systems nodes temperature seed".split()
+    several = ["drafter", "prompts", "systems", "nodes", "temperature", "seed"]
     add_options(parser, ModelOptions, ["verifier"])
     add_options(parser, RunOptions, several=several, systems=list(SYSTEMS))
     add_options(parser, ModelOptions, ["dtype", "quantize", "thinking", "template"])

@@ -30,8 +30,8 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
     """Reads user turns and commands until /quit, /exit or end of input. Samples answers as the model recommends.
 
     If a conversation outgrows the context, its oldest turns are dropped. If a turn fails (for example, because a message is
-    longer than the context, or the device has no memory left), one line reports it and the turn is removed. Ctrl-C ends an
-    answer and keeps its text so far; without text, the turn is removed.
+    longer than the context, or the device has no memory left), one line reports it, the turn is removed, and turns that it
+    dropped are read again. Ctrl-C ends an answer and keeps its text so far; without text, the turn is removed likewise.
 
     Raises ValueError before the first turn if the model has no chat template or settings are invalid.
     """
@@ -60,7 +60,7 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
 
 def answer(conversation: Conversation, message: str) -> None:
     """Streams the answer to a message, prints its statistics, and adds both to the conversation."""
-    model, console = conversation.model, conversation.console
+    model, console, forgotten = conversation.model, conversation.console, conversation.forgotten
     conversation.messages.append({"role": "user", "content": message})
     text, result = "", None
     try:
@@ -72,12 +72,10 @@ def answer(conversation: Conversation, message: str) -> None:
                     text += piece.text
                 else:
                     result = piece
-    except Exception:
-        conversation.messages.pop()
-        raise
-    except KeyboardInterrupt:
-        if not text:
+    except (Exception, KeyboardInterrupt) as error:
+        if not text or not isinstance(error, KeyboardInterrupt):
             conversation.messages.pop()
+            conversation.forgotten = forgotten
             raise
         console.print("\n[dim]interrupted[/dim]")
     conversation.messages.append({"role": "assistant", "content": text})

@@ -81,7 +81,7 @@ class Conversation:
     def make_room(self) -> int:
         """Drops the oldest turns until the next answer has room. Returns the number of its tokens, as `find_room` does.
 
-        Raises ValueError, and drops nothing, if there is no room for an answer even to the last message alone.
+        Raises ValueError if there is no room for an answer even to the last message alone.
         """
         before = self.forgotten
         while True:
@@ -92,7 +92,6 @@ class Conversation:
                     break
             except ValueError:
                 if is_alone:
-                    self.forgotten = before
                     raise
             self.forgotten += 2  # one message and its answer
         if self.forgotten > before:

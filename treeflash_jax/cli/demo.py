@@ -32,7 +32,7 @@ from treeflash_jax.engine.settings.model_options import ModelOptions
 PLAIN, DRAFTED = "one token at a time", "TreeFlash tree"  # names of the two systems
 SEVERAL = "bold green"  # style of text from rounds that committed several tokens
 SAME = {IDENTICAL: "yes", ROUNDING: "near-tie", FAIL: "no"}  # word in the table for each verdict
-COLUMNS = "*prompt *decoded passes tau tokens/s speedup identical".split()
+COLUMNS = ["*prompt", "*decoded", "passes", "tau", "tokens/s", "speedup", "identical"]
 TREE = "one of the rounds, with the tokens that it kept marked:"
 
 TEXTS = {

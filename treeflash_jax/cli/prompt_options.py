@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.error_text import clipped, logger
+from treeflash_jax.core.error_text import clipped, logger, warn
 from treeflash_jax.core.json_files import read_jsonl
 from treeflash_jax.core.setting_options import add_options
 from treeflash_jax.core.settings import setting
@@ -130,11 +130,17 @@ def has_piped_text() -> bool:
 
 
 def read_chats(path: str) -> list[list[dict[str, str]]]:
-    """Returns the chats of a file with a JSON object per line, each without the answer to the user's last message."""
+    """Returns the chats of a file with a JSON object per line, each without the answer to the user's last message.
+
+    Of {"turns": [text, ...]}, only the first turn is kept, because later turns need the answers in between.
+    """
     chats = []
     for number, record in read_jsonl(path):
         try:
             messages = read_messages(record)
+            if len(messages) > 1 and record.get("turns") and all(message["role"] == "user" for message in messages):
+                warn(f"{path}: only the first of several turns is answered; later ones need the answers in between")
+                del messages[1:]
             if messages[-1]["role"] == "assistant":
                 messages.pop()
             if not messages:

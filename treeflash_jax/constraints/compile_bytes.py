@@ -49,7 +49,8 @@ def compile_bytes(
         logger.error(traceback)
         reason = traceback.strip().rpartition("\n")[2]
         raise RuntimeError(f"the compiler of {kind} failed: {clipped(reason)}")
-    if process.returncode == compile_process.TOO_LARGE or process.returncode in (-signal.SIGKILL, -signal.SIGXCPU):
+    is_killed = process.returncode < 0 and process.returncode in (-signal.SIGKILL, -signal.SIGXCPU)  # Windows has neither
+    if is_killed or process.returncode == compile_process.TOO_LARGE:
         limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
         raise Unusable(f"which takes more than {limits} to compile: give shorter repetitions")
     if process.returncode:

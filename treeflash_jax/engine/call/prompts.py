@@ -140,8 +140,9 @@ def read_messages(record: Any) -> list[dict[str, str]]:
     """Returns the messages of one record of a prompt or training file, with the role names of `ROLES`.
 
     The forms are {"messages": [{"role", "content"}, ...]} (OpenAI), the same under "conversations" or with the keys "from"
-    and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns; the model answers each of them), and
-    {"prompt": text} or {"prompt": [messages]}. Raises ValueError for any other form, and if there is no message.
+    and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns: benchmarks answer each of them, commands
+    and training only the first), and {"prompt": text} or {"prompt": [messages]}. Raises ValueError for any other form, and
+    if there is no message.
     """
     if not isinstance(record, dict):
         raise ValueError(f"got {type(record).__name__}, expected an object; in it, {RECORD_FORMS}")

@@ -11,7 +11,7 @@ from treeflash_jax.engine.settings.generate_config import GenerateConfig, with_s
 
 # Keys of generation_config.json: first the settings that `sampling="model"` takes, then keys that do not change the
 # distribution of a token. Lengths and stop ids are separate settings.
-RECOMMENDED_SETTINGS = "temperature top_k top_p min_p repetition_penalty".split()
+RECOMMENDED_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 IGNORED_KEYS = """do_sample bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens
     transformers_version use_cache cache_implementation num_return_sequences output_scores output_logits
     output_attentions output_hidden_states return_dict_in_generate trust_remote_code""".split()

@@ -15,7 +15,7 @@ _KIND_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "proportional": (),
     "longrope": ("short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL),
-    "yarn": (*"factor attention_factor mscale mscale_all_dim beta_fast beta_slow truncate".split(), _ORIGINAL),
+    "yarn": ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate", _ORIGINAL),
 }
 
 

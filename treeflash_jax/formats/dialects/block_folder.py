@@ -60,9 +60,9 @@ class BlockFolder(Dialect):
     marks = ("dflash_config",)
     kind = "block"
     # Keys besides the layers'. `thinking` and `verifier` are ours; other programs ignore them.
-    known: tuple[str, ...] = tuple(
-        f"dflash_config {OUR_KEY} block_size num_target_layers auto_map thinking verifier is_causal".split()
-    )
+    known: tuple[str, ...] = (
+        "dflash_config", OUR_KEY, "block_size", "num_target_layers", "auto_map", "thinking", "verifier", "is_causal",
+    )  # fmt: skip
     projectors: tuple[str | None, ...] = (None,)
     head_keys: tuple[str, ...] = ()
     shifted: bool | None = False
