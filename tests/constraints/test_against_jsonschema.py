@@ -31,7 +31,7 @@ SUITE = Path(os.environ.get("JSON_SCHEMA_TEST_SUITE", "JSON-Schema-Test-Suite"))
 
 
 def permutations(value):
-    """Returns values whose keys stand in any order, up to a number of them."""
+    """Yields values whose keys stand in any order, up to a number of them."""
     if isinstance(value, dict):
         for items in itertools.islice(itertools.permutations(value.items()), 24):
             for values in itertools.islice(itertools.product(*(permutations(inner) for _, inner in items)), 12):

@@ -69,7 +69,8 @@ def test_a_bug_of_the_compiler_is_one_line_and_a_traceback_in_the_log(caplog):
 
 @pytest.mark.parametrize("status, error, words", [
     (-signal.SIGKILL, Unusable, "give shorter repetitions"), (-signal.SIGXCPU, Unusable, "give shorter repetitions"),
-    (-signal.SIGSEGV, RuntimeError, "^the compiler of pattern ended with status -11$"),
+    (-signal.SIGSEGV, Unusable, "crashed with signal 11$"), (-signal.SIGABRT, Unusable, "crashed with signal 6$"),
+    (120, RuntimeError, "^the compiler of pattern ended with status 120$"),
 ])  # fmt: skip
 def test_only_limits_are_reported_as_limits(status, error, words):
     with pytest.raises(error, match=words):

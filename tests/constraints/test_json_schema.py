@@ -114,6 +114,7 @@ FOLLOWED = [
     ({"not": {"required": ["a"]}}, [{"b": 1}], [{"a": 1}, 3]),
     ({"type": "integer", "not": {"enum": [1, 2]}}, [0, 3], [1, 2]),
     ({"if": {"type": "integer"}, "then": {"minimum": 0}, "else": {"type": "string"}}, [1, "a"], [-1, None]),
+    ({"if": {"format": "date"}}, [1, "a"], []),
     (
         {"properties": {"a": True}, "unevaluatedProperties": False, "anyOf": [{"properties": {"b": True}}, True]},
         [{"a": 1, "b": 2}],

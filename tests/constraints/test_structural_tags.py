@@ -168,13 +168,34 @@ def write_call(form: str, values: dict[str, str]) -> str:
     return f"{begin}{{{arguments}}}{end}" if form == "json" else begin + arguments + end
 
 
-def read_call(text: str) -> dict:
-    reader = TagReader(reads_thoughts=True, functions=[Function("edit", ARGUMENTS)])
+def read_call(text: str, schema: dict = ARGUMENTS) -> dict:
+    reader = TagReader(reads_thoughts=True, functions=[Function("edit", schema)])
     [call] = reader.feed([], text, is_last=True)
     assert call.name == "edit"
     arguments = json.loads(call.arguments)
-    jsonschema.validate(arguments, ARGUMENTS)
+    jsonschema.validate(arguments, schema)
     return arguments
+
+
+NUMBERED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+DEFS = {"Box": {"type": "object", **NUMBERED}, "Level": {"enum": [1, 2]}, "Name": TEXT, "a/b c": {"$ref": "#/$defs/Level"}}
+
+
+@pytest.mark.parametrize("value", [
+    {"$ref": "#/$defs/Box"}, {"$ref": "#/$defs/Level"}, {"$ref": "#/$defs/a~1b%20c"}, {"$ref": "#/$defs/Name"},
+    {"$ref": "#/$defs/Name", "enum": ["5", 5]}, {"const": 5}, {"const": "5"}, {"const": None}, {"enum": [1, 2.5, None]},
+    {"enum": [1, "1"]}, {"type": "integer", "anyOf": [{"minimum": 5}, {"maximum": 2}]}, {"type": ["integer", "boolean"]},
+    {"type": ["string", "null"], "anyOf": [{"maxLength": 3}, {"type": "null"}]},
+    {"oneOf": [{"type": "integer"}, {"type": "null"}]}, {"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/Name"}]},
+    {"allOf": [{"type": ["string", "integer"]}, {"type": ["integer", "null"]}]}, {"allOf": [{}, {"$ref": "#/$defs/Level"}]},
+    {"anyOf": [False, {"type": "array", "items": TEXT}]},
+], ids=json.dumps)  # fmt: skip
+def test_values_are_read_as_the_constraint_writes_them(value):
+    schema = {"type": "object", "properties": {"v": value}, "required": ["v"], "$defs": DEFS}
+    rng = random.Random(0)
+    term = tag_term(FORMS["elements"] | {"content": {"type": "qwen_xml_parameter", "json_schema": schema}})
+    for _ in range(10):
+        read_call(random_text(term, rng, rng.choice([60, 90])), schema)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -291,6 +312,7 @@ def test_a_token_that_ends_answers_may_end_a_constraint(tokenizer):
         ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a>": {}}}}, "no element has the name 'a>'"),
         ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"<a": {}}}}, "no element has the name '<a'"),
         ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": {"type": "lizard"}}}}, "#/properties/a/type"),
+        ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": {"not": TEXT}}}}, "string', at #/properties/a"),
         ({"type": "tags_with_separator", "tags": [LETTER], "separator": ""}, "tags.0.type 'regex' is not 'tag'"),
     ],
 )

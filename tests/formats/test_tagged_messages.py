@@ -83,7 +83,9 @@ def test_tags_make_parts(text, how, expected, size):
 
 @pytest.mark.parametrize("schema, value", [
     (True, "1"), ({"type": ["string", "null"]}, "1"), ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "1"),
-    ({"enum": ["1"]}, "1"), ({"type": ["integer", "null"]}, 1), ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 1),
+    ({"enum": ["1"]}, "1"), ({"$ref": "#/properties/x"}, "1"), ({"enum": 1, "oneOf": 1, "$ref": 1}, "1"),
+    ({"$ref": "#/no/schema"}, "1"), ({"type": ["integer", "null"]}, 1),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 1),
 ])  # fmt: skip
 def test_values_are_texts_where_their_schema_allows_one(schema, value):
     functions = [Function("add", {"properties": {"x": schema}})]

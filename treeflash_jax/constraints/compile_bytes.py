@@ -53,6 +53,8 @@ def compile_bytes(
     if is_killed or process.returncode == compile_process.TOO_LARGE:
         limits = f"{MOST_SECONDS} s or {MOST_MEMORY / 2**30:g} GiB"
         raise Unusable(f"which takes more than {limits} to compile: give shorter repetitions")
+    if process.returncode < 0:  # such as by an overflow of the stack
+        raise Unusable(f"which cannot be followed: its compilation crashed with signal {-process.returncode}")
     if process.returncode:
         raise RuntimeError(f"the compiler of {kind} ended with status {process.returncode}")
     return ByteAutomaton.from_bytes(process.stdout)

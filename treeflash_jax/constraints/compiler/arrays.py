@@ -108,7 +108,7 @@ class _Counter:
         )
 
     def _choices(self, state: _State) -> Iterable[tuple[Term, _State]]:
-        """Returns the terms of the next item, each with the state after it.
+        """Yields the terms of the next item, each with the state after it.
 
         An item that is not counted may still be of a counted kind, unless that kind has a largest number.
         """

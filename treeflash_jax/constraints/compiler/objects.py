@@ -53,44 +53,38 @@ class _Objects:
     is_open: bool
 
     def write_all(self, atoms: tuple[Atom, ...], last: tuple[Atom, ...]) -> Term:
-        """Returns the texts of objects.
+        """Returns the texts of objects, in which a name or the last unnamed key satisfies each atom with `is_some`.
 
         Args:
           last: atoms with `is_some` that the last unnamed key and its value satisfy. It has to be the last, because only
             the last value of a repeated key counts.
         """
+        names = _find_names(atoms, last)
+        some = next((atom for kind in (Values, KeysIn) for atom in atoms if isinstance(atom, kind) and atom.is_some), None)
+        if some is None:
+            return self._write_keys(atoms, last, names)
+        others = tuple(atom for atom in atoms if atom is not some)
+        ways = [(*others, *_with_name(some, name)) for name in names if self._has_key(some, name)]
+        return union(*(self.write_all(way, last) for way in ways), self.write_all(others, (*last, some)))
+
+    def _write_keys(self, atoms: tuple[Atom, ...], last: tuple[Atom, ...], names: list[str]) -> Term:
+        """Like `write_all`, for atoms without `is_some`: named keys in order, then other keys."""
         values = [atom for atom in atoms if isinstance(atom, Values)]
         limits = [atom for atom in atoms if isinstance(atom, KeysIn)]
-        demands = [atom for atom in atoms if isinstance(atom, Required)]
-        names = dict.fromkeys(
-            name for atom in (*values, *last) if isinstance(atom, Values) for name in atom.keys.all_names()
-        )
-        names = [*(names | dict.fromkeys(atom.name for atom in demands))]
-        some = next((atom for atom in (*values, *limits) if atom.is_some), None)
-        if some:
-            others = tuple(atom for atom in atoms if atom is not some)
-            ways = [(*others, *_with_name(some, name)) for name in names if self._has_key(some, name)]
-            return union(*(self.write_all(way, last) for way in ways), self.write_all(others, (*last, some)))
+        required = {atom.name for atom in atoms if isinstance(atom, Required) and not atom.is_negated}
+        forbidden = {atom.name for atom in atoms if isinstance(atom, Required) and atom.is_negated}
         least, most = size_limits(atoms, SizeIn)
         is_open = self.is_open or not values or least > len(names)
         other = self._pairs(values, limits, names, (), is_open)
         final = self._pairs(values, limits, names, last, is_open) if last else None
         if least > len(names) + 1 and other is not NOTHING:
             raise Refused(f"minProperties {least} with keys of any name cannot be followed")
-        required = {atom.name for atom in demands if not atom.is_negated}
-        forbidden = {atom.name for atom in demands if atom.is_negated}
         cap = max(1, len(names) if least or most is not None else 1)  # larger numbers of keys make no difference
         tails = [_end(count, other, final, least, most) for count in range(cap + 1)]
         for name in reversed(names):
             is_possible = name not in forbidden and all(self._has_key(atom, name) for atom in limits)
             value = self.write([atom.part for atom in values if has_key(atom.keys, name)]) if is_possible else NOTHING
-            pair = concat(QUOTE, key_text(name), QUOTE, COLON, value)
-            before = []
-            for count in range(cap + 1):
-                after = tails[min(count + 1, cap)] if most is None or count < most else NOTHING
-                present = concat(COMMA if count else EMPTY, pair, after)
-                before.append(present if name in required else union(present, tails[count]))
-            tails = before
+            tails = _prepend(concat(QUOTE, key_text(name), QUOTE, COLON, value), name in required, tails, most)
         return concat(literal(b"{"), tails[0])
 
     def _has_key(self, atom: Values | KeysIn, name: str) -> bool:
@@ -120,6 +114,29 @@ class _Objects:
             if (parts or is_open) and not is_nothing(key):
                 pairs.append(concat(QUOTE, key, QUOTE, COLON, self.write(parts)))
         return union(*pairs)
+
+
+def _find_names(atoms: tuple[Atom, ...], last: tuple[Atom, ...]) -> list[str]:
+    """Returns the names of keys: those with values, then those that are only required or forbidden."""
+    values = [atom for atom in (*atoms, *last) if isinstance(atom, Values)]
+    demands = [atom.name for atom in atoms if isinstance(atom, Required)]
+    return [*dict.fromkeys([*(name for atom in values for name in atom.keys.all_names()), *demands])]
+
+
+def _prepend(pair: Term, is_required: bool, tails: list[Term], most: int | None) -> list[Term]:
+    """Returns the texts from a named key on, for each number of keys before it.
+
+    Args:
+      pair: the key with its value.
+      tails: texts after the key, for each number of keys before them; the last text is also that of larger numbers.
+      most: largest number of keys.
+    """
+    longer = []
+    for count, absent in enumerate(tails):
+        after = tails[min(count + 1, len(tails) - 1)] if most is None or count < most else NOTHING
+        present = concat(COMMA if count else EMPTY, pair, after)
+        longer.append(present if is_required else union(present, absent))
+    return longer
 
 
 def _end(count: int, other: Term, final: Term | None, least: int, most: int | None) -> Term:

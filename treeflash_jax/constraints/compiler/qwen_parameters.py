@@ -9,6 +9,7 @@ from treeflash_jax.constraints.compiler.refusals import Refused
 from treeflash_jax.constraints.compiler.schema_reader import ANNOTATIONS
 from treeflash_jax.constraints.compiler.terms import EMPTY, Term, concat, intersect, is_nothing, literal, union
 from treeflash_jax.constraints.compiler.values import schema_texts
+from treeflash_jax.formats.string_schemas import allows_strings
 
 FOLLOWED = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
 MARKS = "<parameter", "</parameter", "</tool_call>"  # calls are parsed by these marks, so no value may contain them
@@ -17,14 +18,15 @@ MARKS = "<parameter", "</parameter", "</tool_call>"  # calls are parsed by these
 def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str]) -> Term:
     """Returns the elements of a function's arguments, in the order of `properties`. Only `required` ones must be there.
 
-    If the schema of a value allows strings, the value is plain text without quotes. Otherwise it is JSON text.
+    If `allows_strings` holds for the schema of a value, the value is plain text without quotes. Otherwise it is JSON text.
 
     Args:
       schema: JSON schema of the arguments, an object.
       depth: as in `schema_texts`.
       excluded: further texts that no value may contain.
 
-    Raises Refused for a name that an element cannot have, and for keywords of objects other than FOLLOWED.
+    Raises Refused for a name that an element cannot have, for keywords of objects other than FOLLOWED, and for a value that
+    would be read as text though none of its values is a string.
     """
     others = schema.keys() - FOLLOWED
     if others:
@@ -37,12 +39,17 @@ def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str])
         raise Refused(f"required {wrong[0]!r} is none of the properties")
     plain_value = free_text((*MARKS, *excluded))
     elements = EMPTY
+    known: dict[str, bool] = {}
     for name in reversed(properties):
         if not name or set(name) & set("<>\n"):
             raise Refused(f"no element has the name {name!r}")
         value = schema_texts(schema, depth - 1, "properties", name)
-        text = unquoted(value)
-        value = intersect(value if is_nothing(text) else text, plain_value)
+        if allows_strings(properties[name], schema, known):
+            text = unquoted(value)
+            if is_nothing(text) and not is_nothing(value):
+                raise Refused("it allows no string: add a type without 'string'", f"#/properties/{name}")
+            value = text
+        value = intersect(value, plain_value)
         element = concat(literal(f"<parameter={name}>\n".encode()), value, literal(b"\n</parameter>\n"))
         elements = concat(element, elements) if name in required else union(concat(element, elements), elements)
     return elements

@@ -149,6 +149,8 @@ class SchemaReader:
 
     def read_if(self, value: Any, schema: dict, place: SchemaLocation, is_negated: bool) -> Alternatives:
         condition = Subschema(value, place.inside("if"))
+        if "then" not in schema and "else" not in schema:  # every value satisfies it; it only evaluates items and keys
+            return NEVER if is_negated else self.read(condition) + ALWAYS
         alternatives = []
         for name, holds in ("then", condition), ("else", condition.opposite()):
             branch = self.read(Subschema(schema.get(name, True), place.inside(name), is_negated))

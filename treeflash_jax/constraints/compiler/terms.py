@@ -221,7 +221,7 @@ def contains(term: Term, text: bytes) -> bool:
 
 
 def walk(term: Term, most: int) -> Iterator[Term]:
-    """Returns the states of a term's automaton, each once. Raises TooLarge for more than `most`."""
+    """Yields the states of a term's automaton, each once. Raises TooLarge for more than `most`."""
     seen, unread = {term}, [term]
     while unread:
         state = unread.pop()

@@ -21,6 +21,7 @@ from treeflash_jax.formats.messages.message_format import (
     make_function_call,
     parse_value,
 )
+from treeflash_jax.formats.string_schemas import allows_strings
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 THINK, CALL, BARE = ("<think>", "</think>"), ("<tool_call>", "</tool_call>"), ("<function=", "</function>")
@@ -205,27 +206,20 @@ def _read_json(text: str) -> tuple[Any, Any]:
 
 
 def _read_function(name: str, text: str, functions: Sequence[Function]) -> tuple[str, dict[str, Any]]:
-    """Returns name and arguments. A value is JSON if its parameter cannot be a string and it can be parsed, otherwise text.
+    """Returns name and arguments. A value is JSON if `allows_strings` rules out text and it can be parsed, otherwise text.
 
     Raises ValueError if there is anything but parameters.
     """
     if PARAMETER.sub("", text).strip():
         raise ValueError("got text outside of parameters")
-    schemas = next((_get(x.parameters, "properties") for x in functions if x.name == name), None)
+    schema = next((x.parameters for x in functions if x.name == name), None)
+    known: dict[str, bool] = {}
     arguments: dict[str, Any] = {key: value.removesuffix("\n") for key, value in PARAMETER.findall(text)}
     for key, value in arguments.items():
-        if not _may_be_string(_get(schemas, key)):
+        if not allows_strings(_get(schema, "properties", key), schema, known):
             with suppress(ValueError):
                 arguments[key] = parse_value(value)
     return name, arguments
-
-
-def _may_be_string(schema: Any) -> bool:
-    """Returns whether values of a JSON schema may be strings, which includes schemas without a type."""
-    kinds, alternatives = _get(schema, "type"), _get(schema, "anyOf")
-    if isinstance(alternatives, list):
-        return any(map(_may_be_string, alternatives))
-    return kinds is None or kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
 
 
 def _get(value: Any, *keys: str) -> Any:
