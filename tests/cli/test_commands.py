@@ -22,7 +22,6 @@ from treeflash_jax.cli import chat, commands
 from treeflash_jax.cli.chat_commands import COMMANDS, Conversation, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
-from treeflash_jax.core import programs
 from treeflash_jax.core.json_files import read_jsonl
 from treeflash_jax.engine import comparison, loading
 from treeflash_jax.engine.call.prompts import read_messages
@@ -30,6 +29,7 @@ from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.comparison import compare_decodings, find_divergence
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.formats import model_files
+from treeflash_jax.models import decoder
 
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
 
@@ -116,18 +116,35 @@ def test_the_gap_counts_the_noise_that_draws_the_token(random):
         np.testing.assert_allclose([abs(at[i] - at[first]) for i in others], between, rtol=1e-3, atol=1e-3)
 
 
+def test_logits_of_a_comparison_come_from_passes_over_chunks(random, monkeypatch):
+    """A pass over a whole text has an array of attention scores that grows with the square of its length."""
+    text, widths, forward = [7 * i % 64 for i in range(300)], [], decoder.forward
+
+    @jax.jit
+    def run_whole(weights, tokens_bt):
+        inputs = tokens_bt, jnp.arange(300)[None], decoder.causal_mask(1, 300)
+        return decoder.logits(weights, random.verifier, forward(weights, random.verifier, *inputs).hidden_btd)
+
+    def record(params, config, tokens_bt, *arguments, **how):
+        widths.append(tokens_bt.shape[1])
+        return forward(params, config, tokens_bt, *arguments, **how)
+
+    monkeypatch.setattr(decoder, "forward", record)
+    logits = [comparison._compute_logits(random, ids) for ids in (text[:1], text)]
+    assert widths and max(widths) <= 128
+    expected_bv = run_whole(random.weights.verifier, jnp.array([text]))[0, jnp.array([0, 299])]
+    np.testing.assert_allclose(logits, expected_bv, rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture
 def judge(random, monkeypatch):
     """Judges two tokens by given logits; returns whether they are a near-tie, for 16 seeds."""
 
     def judge(logits, drafted: int, plain: int, temperature: float = 1.0, dtype=jnp.float32, **filters) -> np.ndarray:
-        model, call = copy(random), programs.call
+        model = copy(random)
         model.weights = jax.tree.map(lambda x: np.asarray(x).astype(dtype), random.weights)
-        given = lambda function, *arguments, **how: (  # noqa: E731
-            np.float32(logits) if function is comparison._logits_at else call(function, *arguments, **how)
-        )
         with monkeypatch.context() as patch:
-            patch.setattr(programs, "call", given)
+            patch.setattr(comparison, "_compute_logits", lambda model, ids: np.float32(logits))
             settings = [tf.GenerateConfig(temperature=temperature, seed=seed, stop_ids=(), **filters) for seed in range(16)]
             requests = [Request(ids=[1], settings=own) for own in settings]
             return np.array([find_divergence(model, request, [drafted], [plain]).near_tie for request in requests])

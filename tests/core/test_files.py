@@ -71,11 +71,11 @@ def test_outputs_never_replace_what_is_not_theirs(tmp_path, capsys, run, text):
 
 def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(own_cache):
     system = fsspec.filesystem("memory")
-    for name in ("config.json", "inside/model.safetensors", "video.bin"):
+    for name in ("config.json", "assistant/model.safetensors", "original/model.safetensors", "video.bin"):
         system.pipe(f"/models/drafter/{name}", name.encode())
     folder = files.fetch("memory://models/drafter")
     assert folder.name == "drafter"
-    assert snapshot(folder) == {name: name.encode() for name in ("config.json", "inside/model.safetensors")}
+    assert snapshot(folder) == {name: name.encode() for name in ("config.json", "assistant/model.safetensors")}
     (folder / "kept").touch()
     assert files.fetch("memory://models/drafter/") == folder and (folder / "kept").exists()
     assert files.fetch("memory://models/drafter/config.json").read_text() == "config.json"

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,6 +98,10 @@ def test_prompts_go_on_from_the_caches_of_any_slot(float64, kind, monkeypatch):
     damaged = server.state.replace(tokens_bs=server.state.tokens_bs.at[jnp.arange(2), ends_b].set(vocab_size))
     for state, has_some in ((server.state, True), (damaged, False)):
         assert prefixes.count_reusable(state, prompts[5] + answers[5], vocab_size).any() == has_some
+    _, requests = model.settings_and_requests([prompts[5] + answers[5], [10]], **settings)
+    _, copies = prefixes.copy_prefixes(runner, server.state, requests, 2)
+    assert copies.count_b[0] > copies.count_b[1] == 0
+    assert not any(np.any(x[1]) for x in jax.tree.leaves((copies.cache, copies.drafter)))
 
 
 def test_a_batch_keeps_its_slots_busy():

@@ -19,6 +19,7 @@ import treeflash_jax as tf
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine import prepared_call
+from treeflash_jax.engine.answers.result_reader import ResultReader
 
 CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
 
@@ -163,6 +164,23 @@ def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
     assert 1 < len(results[0].ids) < 40 and (results[1].ids, results[1].text) == ([], "")
     assert results[0].ids == answer.ids[: len(results[0].ids)]
     jax.block_until_ready(tiny.weights.verifier)
+
+
+def test_an_interrupt_while_answers_are_read_keeps_what_there_is(tiny, monkeypatch, answer):
+    monkeypatch.setattr(prepared_call, "ROUNDS_PER_DISPATCH", 2)
+    read, calls = ResultReader.read_results, []
+
+    def interrupted(reader, slots):
+        calls.extend(slots)
+        if calls == [0]:
+            raise KeyboardInterrupt
+        return read(reader, slots)
+
+    monkeypatch.setattr(ResultReader, "read_results", interrupted)
+    results = tiny.generate([CHAT, CHAT], max_new_tokens=[2, 40], **TREE)
+    assert calls == [0, 0, 1] and [result.finished for result in results] == ["length", "interrupted"]
+    assert results[0].ids == answer.ids[:2] and 1 < len(results[1].ids) < 40
+    assert results[1].ids == answer.ids[: len(results[1].ids)]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -13,6 +13,7 @@ from treeflash_jax.drafters.eagle3_drafter import Eagle3Drafter
 from treeflash_jax.drafters.language_model_drafter import LanguageModelDrafter
 from treeflash_jax.engine.settings import defaults
 from treeflash_jax.engine.settings.plan import resolve
+from treeflash_jax.models.config import KindSizes, Rope
 from treeflash_jax.models.kernels import KERNEL_SETS, KERNELS
 
 ZEN5, AMX = (Device("cpu", features=frozenset({"avx512_bf16", *more})) for more in ((), ("amx_bf16",)))
@@ -168,6 +169,14 @@ def test_the_cache_is_stacked_for_kernels_that_read_one_layer_of_it(tiny):
     ]
     assert [plan.shared.stacks_cache for plan in plans] == [True, False, False, True]
     assert plans[0].one_token().shared.stacks_cache
+
+
+def test_heads_of_every_kind_of_layer_decide_on_the_attention_kernel(tiny):
+    wide = KindSizes(num_kv_heads=1, head_dim=256, rope=Rope(), intermediate_size=64)
+    config, kinds = tf.GenerateConfig(builder="none"), ("sliding_attention", "full_attention")
+    for sizes, expected in (((), "pallas-gpu"), ((("full_attention", wide),), "xla")):
+        model = replace(tiny.verifier, head_dim=128, num_layers=2, layer_types=kinds, sizes=sizes)
+        assert resolve(config, model, None, dtype=jnp.bfloat16, device=H200).attention == expected
 
 
 def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):

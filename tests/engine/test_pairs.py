@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from refusals import refused
 
 import treeflash_jax as tf
@@ -150,6 +151,21 @@ def test_without_a_network_loading_fails_at_once(monkeypatch):
 def test_a_failed_download_says_why(monkeypatch, error, cause):
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
     refused(lambda: pairs.locate("someone/something"), f"{cause});", "check id and revision")
+
+
+def test_the_hub_is_asked_for_the_files_that_are_read(monkeypatch):
+    read = ["config.json", "model-00001-of-00002.safetensors", "assistant/config.json", "assistant/model.safetensors"]
+    others = ["README.md", "original/model.safetensors", "onnx/config.json", "metal/model.bin"]
+    chosen = []
+
+    def download(hub_id, allow_patterns, ignore_patterns, **named):
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        chosen.extend(filter_repo_objects(read + others, **patterns))
+        return hub_id
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    pairs.locate("someone/something")
+    assert chosen == read
 
 
 def test_hub_ids_are_read_from_the_local_cache(tmp_path):

@@ -155,7 +155,7 @@ def _find_files(source: Source) -> list[Path]:
     if source.path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return [path for path in sorted(root.rglob("*.py")) if not STDLIB_LEFT_OUT & {*path.relative_to(root).parts}]
-    named = fetch(source.path, ("*",)) if "://" in source.path else Path(source.path).expanduser()
+    named = fetch(source.path, ".*") if "://" in source.path else Path(source.path).expanduser()
     if any(character in source.path for character in "*?["):
         files = map(Path, glob.glob(str(named), recursive=True))
     elif named.is_dir():

@@ -12,9 +12,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.core.error_text import LONGEST_PATH, clipped
 
 WRITTEN_LAST = "config.json"  # a folder without it is no model
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.gguf")
+MODEL_FILES = r"(assistant/)?[^/]+\.(json|safetensors|jinja|gguf)"  # "original" would hold the same weights again
 PART = re.compile(r"\..+\.part-[0-9a-f]{16}")  # names of unfinished outputs
 DAY = 24 * 60 * 60
 
@@ -62,11 +61,11 @@ def local(path: str | os.PathLike) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
+def fetch(url: str, wanted: str = MODEL_FILES) -> Path:
     """Returns a local copy of the file or folder at a URL such as gs://bucket/drafter; downloads it again if it changed.
 
     Args:
-      kinds: patterns for the names of the files to copy from a folder.
+      wanted: regular expression for the names, relative to the folder, of the files to copy from it.
 
     Raises FileNotFoundError if there is none. Raises ValueError if it cannot be read, or if a name leads out of the folder.
     """
@@ -77,11 +76,11 @@ def fetch(url: str, kinds: Sequence[str] = MODEL_FILES) -> Path:
         system, source = fsspec.url_to_fs(url, use_listings_cache=False)
         entries = system.find(source, detail=True)
         names = {path: path.removeprefix(source.rstrip("/")).lstrip("/") for path in entries}  # "" for a single file
-        names = {path: name for path, name in names.items() if not name or any(fnmatch(name, kind) for kind in kinds)}
-        if not names:
-            raise FileNotFoundError("no such file or folder")
         for name in names.values():
             expect(".." not in re.split(r"[/\\]", name), "the name", name, "one inside the folder")
+        names = {path: name for path, name in names.items() if not name or re.fullmatch(wanted, name)}
+        if not names:
+            raise FileNotFoundError("no such file or folder")
         facts = url.rstrip("/"), sorted(entries.items())
         key, version = (hashlib.sha256(str(fact).encode()).hexdigest()[:16] for fact in facts)
         folder = user_cache() / "downloads" / key

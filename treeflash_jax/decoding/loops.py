@@ -263,8 +263,8 @@ def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeS
 
 @jax.jit
 def copy_slots(kept: Caches, slots_a: jax.Array) -> Caches:
-    """Returns copies of the caches of the sequences in these slots."""
-    cache, drafter = jax.tree.map(lambda x: jnp.take(x, slots_a, axis=0), kept)
+    """Returns copies of the caches of the sequences in these slots; empty ones for slots beyond the last."""
+    cache, drafter = jax.tree.map(lambda x: jnp.take(x, slots_a, axis=0, mode="fill", fill_value=0), kept)
     return caches.pin(cache), None if drafter is None else sharding.pin(drafter, drafter.axes())
 
 

@@ -1,6 +1,6 @@
 """Comparison of drafted with one-token decoding, at equal seeds and on the user's prompts.
 
-Shape suffixes: b batch, n tree nodes, i depth, s token slots, t positions, d model, v vocabulary.
+Shape suffixes: b batch, n tree nodes, i depth, s token slots, v vocabulary.
 """
 
 from collections.abc import Sequence
@@ -11,24 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
+from treeflash_jax import trees
 from treeflash_jax.core import programs
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.dtypes import at_least_float32
-from treeflash_jax.core.parameters import Params
-from treeflash_jax.decoding import processors
+from treeflash_jax.decoding import processors, rounds
 from treeflash_jax.decoding.accepting import make_target, target_noise
-from treeflash_jax.decoding.state import DecodeState, Sampling, without_caches
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, without_caches
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.call.prompts import Prompt
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch
-from treeflash_jax.engine.settings import defaults
+from treeflash_jax.engine.schedule.batching import SamplingSizes, make_batch, round_capacity
+from treeflash_jax.engine.schedule.prefill import Prefill
+from treeflash_jax.engine.schedule.runner import Runner
+from treeflash_jax.engine.settings.generate_config import GenerateConfig
 from treeflash_jax.engine.settings.plan import NO_DRAFTER_ADVICE
-from treeflash_jax.models import decoder
-from treeflash_jax.models.config import ModelConfig
 
 NEAR_TIE = 1e-4  # changes of the difference of two logits up to this count as rounding, or
 ROUNDINGS = 8  # up to this number of rounding units of the larger logit, if that is more (as in bfloat16)
@@ -42,8 +41,8 @@ class Divergence:
     Attributes:
       index: number of generated tokens before this token.
       drafted, plain: token of the drafted answer and of the one-token answer; None if the answer had ended.
-      gap: difference of the two tokens' logits, from one pass over the common prefix; at a temperature above 0, with the
-        noise that decides between the tokens. None if an answer had ended.
+      gap: difference of the two tokens' logits after the common prefix, read as a prompt; at a temperature above 0, with
+        the noise that decides between the tokens. None if an answer had ended.
       near_tie: whether rounding explains the difference: products over one token and over many tokens round differently.
         Either the gap is so small that rounding can reverse it, or rounding decides which of the tokens a filter keeps.
     """
@@ -112,18 +111,7 @@ def find_divergence(
     if None in tokens:
         return Divergence(index=index, drafted=tokens[0], plain=tokens[1])
     prefix = request.ids + plain[:index]
-    padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few different shapes need few compilations
-    padded[0, : len(prefix)] = prefix
-    logits_v = programs.call(
-        _logits_at,
-        model.weights.verifier,
-        jnp.asarray(padded),
-        jnp.int32(len(prefix) - 1),
-        mesh=model.mesh,
-        config=model.verifier,
-        dtype=defaults.choose_residual_dtype(model.device, model.dtype),
-    )
-    logits_v = np.asarray(logits_v)
+    logits_v = _compute_logits(model, prefix)
     rounding = np.spacing(np.abs(logits_v[tokens]).max().astype(model.dtype))  # logits may have more bits than this dtype
     tolerance = max(NEAR_TIE, ROUNDINGS * float(rounding))
 
@@ -155,9 +143,16 @@ def _draw(logits_bnv: jax.Array, sampling: Sampling, noise_bnv: jax.Array) -> ja
     return make_target(logits_bnv, sampling).sample(noise_bnv)
 
 
-@partial(jax.jit, static_argnames=("config", "dtype"))
-def _logits_at(weights: Params, tokens_1t: jax.Array, index: jax.Array, config: ModelConfig, dtype: DTypeLike) -> jax.Array:
-    size = tokens_1t.shape[1]
-    mask_1tt = decoder.causal_mask(1, size)
-    out = decoder.forward(weights, config, tokens_1t, jnp.arange(size)[None], mask_1tt, residual_dtype=dtype)
-    return decoder.logits(weights, config, out.hidden_btd[:, index])[0]
+def _compute_logits(model: TreeFlash, ids: list[int]) -> np.ndarray:
+    """Returns the verifier's logits after a text, [v]. All tokens but the last are read as a prompt, in chunks."""
+    runner = Runner(model.plan(GenerateConfig(builder="none")), model.weights, model.mesh)
+    capacity = round_capacity(len(ids))
+    batch = make_batch([Request(ids=ids[:-1])], SamplingSizes(), capacity=capacity, dtype=model.dtype, mesh=model.mesh)
+    state = Prefill(runner, batch).read_all()
+    return np.asarray(runner.call(_logits_after, model.weights, state, jnp.int32(ids[-1]), plan=runner.plan))
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def _logits_after(weights: Weights, state: DecodeState, token: jax.Array, plan: DecodePlan) -> jax.Array:
+    tree = trees.root_only(jnp.full_like(state.end_b, token))
+    return rounds.verify_tree(weights, state, tree, plan).logits_bnv[0, 0]

@@ -1,6 +1,6 @@
 """`PreparedCall`: a validated call of a model, and its decoding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from treeflash_jax.core import sharding
@@ -55,19 +55,27 @@ class PreparedCall:
         """Decodes the call; yields each answer with the number of its request."""
         unanswered = {request.number: request for request in self.requests}
         rounds = ROUNDS_PER_STOP_CHECK if any(request.settings.stop for request in self.requests) else ROUNDS_PER_DISPATCH
+        scheduler = self.schedule()
+
+        def read(reader: ResultReader, slots: Sequence[int]) -> Iterator[tuple[int, Result]]:
+            slots = [slot for slot in slots if scheduler.slots.requests[slot].number in unanswered]
+            requests = [scheduler.slots.requests[slot] for slot in slots]
+            for request, result in zip(requests, reader.read_results(slots), strict=True):
+                reader.forget(request)
+                del unanswered[request.number]
+                with scheduler.runner.clock.paused():
+                    yield request.number, result
+
         try:
-            scheduler = self.schedule()
             reader = ResultReader(scheduler, self.model)
             for finished in scheduler.decode_all(rounds, reader.find_stopped):
-                requests = [scheduler.slots.requests[slot] for slot in finished]
-                for request, result in zip(requests, reader.read_results(finished), strict=True):
-                    reader.forget(request)
-                    del unanswered[request.number]
-                    with scheduler.runner.clock.paused():
-                        yield request.number, result
-        except KeyboardInterrupt:  # keeps the answers so far
-            if len(unanswered) == len(self.requests):
+                yield from read(reader, finished)
+        except KeyboardInterrupt:  # outside of `decode_all`, or it lost the state; keeps the answers so far
+            running = [] if scheduler.is_lost else sorted(scheduler.slots.requests)
+            if len(unanswered) == len(self.requests) and not running:
                 raise
+            scheduler.is_interrupted = True
+            yield from read(ResultReader(scheduler, self.model), running)  # the other reader may be half-way
         for number, request in unanswered.items():
             yield number, Result.unanswered(request.ids)
 

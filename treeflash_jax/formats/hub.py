@@ -29,8 +29,14 @@ def download(hub_id: str, revision: str | None = None, local_files_only: bool = 
     from huggingface_hub import snapshot_download
 
     try:
-        kinds = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=kinds, local_files_only=local_files_only))
+        folder = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+            ignore_patterns=["[!a]*/*"],  # keeps "assistant", which is read; "original" holds the same weights again
+            local_files_only=local_files_only,
+        )
+        return Path(folder)
     except Exception as error:  # errors of the Hub's client, or of its HTTP library
         text = re.sub(r" \([^()]* ID: [^()]*\)", "", str(error))  # without the id of the request
         cause = f"{type(error).__name__}: {clipped(text, 90)}"

@@ -156,6 +156,11 @@ class ModelConfig:
         """Name of the kind of each layer."""
         return self.layer_types or ("full_attention",) * self.num_layers
 
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Sizes of the heads of all kinds of layers."""
+        return tuple({self.of_kind(kind).head_dim for kind in self.kinds})
+
     def of_kind(self, kind: str) -> Self:
         """Returns the config with the sizes of a kind of layers."""
         sizes = dict(self.sizes).get(kind)

@@ -120,7 +120,7 @@ class BlockDrafter(Drafter):
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        return (self.layers.head_dim,)
+        return self.layers.head_dims
 
     @property
     def max_positions(self) -> int:

@@ -43,7 +43,9 @@ def copy_prefixes(
       num_rows: number of rows of the prefill; the requests have the first ones.
     """
     known_b = sharding.to_host(state.cache.length_b)
-    source_a, count_a = np.zeros((2, num_rows), np.int32)
+    # Rows that reuse nothing get zeros: NaN of a damaged slot would reach their answers even from masked positions.
+    source_a = np.full(num_rows, known_b.size, np.int32)
+    count_a = np.zeros(num_rows, np.int32)
     preferred: list[int | None] = []
     for row, request in enumerate(requests):
         count_b = count_reusable(state, request.ids, runner.plan.shared.verifier.vocab_size)

@@ -53,7 +53,7 @@ def resolve(
     Reads no file but a tree selector's config. Raises ValueError for a setting that the pair, the builder or the device
     does not support.
     """
-    head_dims = (verifier.head_dim, *(drafter.head_dims if drafter else ()))
+    head_dims = verifier.head_dims + (drafter.head_dims if drafter else ())
     kernels.check_device("attention", config.attention, device)
     kernels.check_device("kernels", config.kernels, device)
     attention = config.attention or defaults.choose_attention(device, dtype, head_dims)
