@@ -111,7 +111,7 @@ def test_a_step_is_what_drafting_gives(kind):
                     p, q = np.exp(log_p), np.exp(log_q)
                     share = 0.7**i * (int(wanted.argmax()) in ids)
                     loss, weight = loss - share * (p * log_q).sum(), weight + share
-                    overlap[i] += np.minimum(p, q).sum()
+                    overlap[i] += np.minimum(np.exp(wanted[ids]) / np.exp(wanted).sum(), q).sum()
                     top1[i] += ids[log_q.argmax()] == label
                     count[i] += 1
             begin += length
