@@ -160,7 +160,9 @@ def test_no_token_is_offered_twice(kind, settings):
         for depth in range(expander.num_depths):
             offers += [expander.children(jnp.int32(depth), state_bw)]
             count_bw = jnp.maximum(jnp.sum(jnp.isfinite(offers[-1][1]), axis=-1), 1)
-            state_bw = expander.follow(jnp.int32(depth), state_bw, lanes_w % count_bw)
+            child_bw = lanes_w % count_bw
+            token_bw = jnp.take_along_axis(offers[-1][0], child_bw[..., None], axis=2)[..., 0]
+            state_bw = expander.follow(jnp.int32(depth), state_bw, child_bw, token_bw)
         return offers, rounds.draft_tree(weights, state, plan)[1].support_bnc
 
     offers, support_bnc = jax.tree.map(np.asarray, drafted(model.weights, state))

@@ -50,7 +50,7 @@ def test_chains_are_the_published_ones(name):
             offered = expander.children(jnp.int32(depth), lane)
             tokens.append(offered[0][:, 0])
             log_probs.append(offered[1][:, 0])
-            lane = expander.follow(jnp.int32(depth), lane, jnp.zeros((3, 1), jnp.int32))
+            lane = expander.follow_token(jnp.int32(depth), lane, offered[0][..., 0])
         return jnp.stack(tokens, axis=1), jnp.stack(log_probs, axis=1)
 
     tokens_bic, log_probs_bic = jax.tree.map(np.asarray, chain(pair.weights, state))

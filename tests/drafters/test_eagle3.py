@@ -71,11 +71,10 @@ def run(params, tables, features_btj, tokens_bt, *, config):
     padded = extend(nothing, jnp.where(real_bt1, features_btj, 1e3), tokens_bt, count_b)
 
     expander = drafted(params, tables, config, whole, STEPS + 1)
-    state, likeliest = expander.start(1), jnp.zeros((batch, 1), jnp.int32)
-    steps = []
+    state, steps = expander.start(1), []
     for depth in range(STEPS):
         offered = expander.children(jnp.int32(depth), state)
-        state = expander.follow(jnp.int32(depth), state, likeliest)
+        state = expander.follow_token(jnp.int32(depth), state, offered[0][..., 0])
         steps.append((offered[0][:, 0, 0], offered[1][:, 0], state.carry[:, 0]))
     last = expander.children(jnp.int32(STEPS), state)
     return {
@@ -137,16 +136,15 @@ def test_every_node_has_the_distribution_of_its_path_run_alone():
 
     expander, grown = build(params, tables)
     children = jax.jit(lambda expander, depth, state: expander.children(depth, state))
-    follow = jax.jit(lambda expander, depth, state, child: expander.follow(depth, state, child))
+    follow = jax.jit(lambda expander, depth, state, token_bw: expander.follow_token(depth, state, token_bw))
     assert grown.valid_bn.all() and grown.depth_bn.max() > 2
     for b in range(2):
         for path, log_prob in zip(paths(grown, b), grown.log_prob_bn[b], strict=True):
             state, total = expander.start(1), 0.0
             for depth, token in enumerate(path):
                 tokens_b1c, log_probs_b1c = children(expander, jnp.int32(depth), state)
-                child = int(jnp.argmax(tokens_b1c[b, 0] == token))
-                total += log_probs_b1c[b, 0, child]
-                state = follow(expander, jnp.int32(depth), state, jnp.full((2, 1), child, jnp.int32))
+                total += log_probs_b1c[b, 0, jnp.argmax(tokens_b1c[b, 0] == token)]
+                state = follow(expander, jnp.int32(depth), state, jnp.full((2, 1), token, jnp.int32))
             np.testing.assert_allclose(log_prob, total, atol=1e-10)
 
 

@@ -34,7 +34,9 @@ def second_level(drafter, weights, state, tables):
     """Log-probabilities of the children of the anchor's first child."""
     anchor_b = jnp.array([5, 40])
     expander = drafter.draft(Inputs(weights, tables, state, anchor_b, jnp.ones(2), drafter.num_depths, None, None))
-    state_bw = expander.follow(jnp.int32(0), expander.start(1), jnp.zeros((2, 1), jnp.int32))
+    state_bw = expander.start(1)
+    tokens_bwc, _ = expander.children(jnp.int32(0), state_bw)
+    state_bw = expander.follow_token(jnp.int32(0), state_bw, tokens_bwc[..., 0])
     return expander.children(jnp.int32(1), state_bw)[1]
 
 

@@ -114,7 +114,7 @@ def test_lanes_along_a_path_are_the_logits_that_training_sees(block, name, prefi
         state_bw, offers = expander.start(2), []
         for depth in range(DEPTHS):
             offers += [expander.children(jnp.int32(depth), state_bw)]
-            state_bw = expander.follow(jnp.int32(depth), state_bw, jnp.broadcast_to(jnp.asarray([1, 4]), (BATCH, 2)))
+            state_bw = expander.follow_token(jnp.int32(depth), state_bw, offers[-1][0][:, [0, 1], [1, 4]])
         return offers
 
     offers = descend(params, unembed)

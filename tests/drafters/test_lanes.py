@@ -127,8 +127,8 @@ def test_the_network_runs_below_tokens_of_n_grams(shared):
     def run(shared, match):
         joined, first = JoinedExpander(expander(shared), Continuations(*match)), jnp.int32(0)
         state = joined.start(1)
-        child_bw = jnp.argmax(joined.children(first, state)[0] == foreign, axis=-1)
-        return *joined.follow(first, state, child_bw), joined.continues(first, state)
+        below = joined.follow_token(first, state, jnp.full((BATCH, 1), foreign))
+        return *below, joined.continues_below(first, state, joined.children(first, state)[0])
 
     lanes, agrees_bwm, goes_on = run(shared, match)
     assert agrees_bwm.all() and goes_on.all()

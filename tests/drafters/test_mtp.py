@@ -47,10 +47,10 @@ def test_logits_and_chains_are_the_published_ones(name):
         expander = rounds.draft_expander(weights, state, plan)
         lane, tokens, hidden = expander.start(1), [], []
         for depth in range(4):
-            tokens.append(expander.children(jnp.int32(depth), lane)[0][:, 0, 0])
+            tokens.append(expander.children(jnp.int32(depth), lane)[0][..., 0])
             hidden.append(lane.carry)
-            lane = expander.follow(jnp.int32(depth), lane, jnp.zeros((3, 1), jnp.int32))
-        return jnp.stack(tokens, axis=1), decoder.logits(weights.verifier, config, jnp.concatenate(hidden, axis=1))
+            lane = expander.follow_token(jnp.int32(depth), lane, tokens[-1])
+        return jnp.concatenate(tokens, axis=1), decoder.logits(weights.verifier, config, jnp.concatenate(hidden, axis=1))
 
     tokens_bi, logits_biv = jax.tree.map(np.asarray, chain(pair.weights, state))
     for i in range(3):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_pair, prefilled
+from answers import draw, make_pair, prefilled
 from conftest import RANDOM_MODEL
 from draft_trees import grow, paths
 from refusals import refused
@@ -18,8 +18,8 @@ import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.decoding import loops
 from treeflash_jax.drafters import Inputs, NgramDrafter
-from treeflash_jax.drafters.ngram_drafter import LONGER, OLDER, UNSEEN
-from treeflash_jax.drafters.ngram_join import HALF, join_ngrams
+from treeflash_jax.drafters.ngram_drafter import LONGER, OLDER, UNSEEN, Continuations
+from treeflash_jax.drafters.ngram_join import HALF, JoinedExpander, join_ngrams
 from treeflash_jax.engine.answers.results import LOW_TAU_QUESTION
 from treeflash_jax.formats import model_files
 
@@ -92,6 +92,13 @@ def test_trees_hold_what_followed_earlier(temperature):
     assert {1, 9} < sizes, "texts without a match and with many"
 
 
+def test_a_level_computes_its_children_once(monkeypatch):
+    calls, children, ngrams = [], Continuations.children, CONFIG.draft(inputs([[1, 2, 3, 1, 2]], CONFIG.num_depths))
+    monkeypatch.setattr(Continuations, "children", lambda *args: calls.append(args) or children(*args))
+    jax.make_jaxpr(lambda ngrams: grow("best-first", ngrams, np.int32([2]), 9).tokens_bn)(ngrams)
+    assert len(calls) == 2, "of the anchor, and of a level"
+
+
 def test_low_drafter_temperatures_keep_the_likeliest_continuations():
     """Weights that all underflow would be NaN, which a search ranks first."""
     text = [1, 2, 3, 9, 8, 7, 5, 2, 3, 4, 6, 1, 2, 3]
@@ -117,7 +124,12 @@ def test_a_table_is_joined_by_what_followed_earlier():
     given = inputs([text], 2)
     join = jax.jit(lambda tokens_bs: join_ngrams(table, replace(given, tokens_bs=tokens_bs), MATCHES))
     joined = join(given.tokens_bs)
-    children = jax.jit(lambda joined, depth, state: (*joined.children(depth, state), joined.continues(depth, state)))
+
+    @jax.jit
+    def children(joined, depth, state):
+        tokens_bwc, log_probs_bwc = joined.children(depth, state)
+        return tokens_bwc, log_probs_bwc, joined.continues_below(depth, state, tokens_bwc)
+
     matches = continuations(text, JOINED)
 
     def assert_mixture(depth: int, state, path: tuple[int, ...], p: dict[int, float], length: int) -> tuple[list, list]:
@@ -135,8 +147,19 @@ def test_a_table_is_joined_by_what_followed_earlier():
     tokens, is_open = assert_mixture(0, joined.start(1), (), {4: 0.5, 7: 0.25}, 3)
     assert dict(zip(tokens, is_open, strict=True)) == {4: True, 5: True, 6: True, 7: False}
     for token, p, length in ((4, {9: 0.75, 8: 0.125}, 4), (5, {}, 3)):  # only the n-grams continue below 5
-        state = joined.follow(jnp.int32(0), joined.start(1), jnp.array([[tokens.index(token)]]))
+        state = joined.follow_token(jnp.int32(0), joined.start(1), jnp.array([[token]]))
         assert not any(assert_mixture(1, state, (token,), p, length)[1])
+
+
+def test_no_probability_is_rounded_above_1():
+    """16 matches with the same token, of many weights, alone and joined with a drafter that is certain of this token."""
+    weight_bm = draw(64, 16) * 2
+    tokens, lengths, unseen = jnp.ones((64, 16, 1), jnp.int32), jnp.full((64, 16), 2), jnp.full(64, -1e3)
+    certain = trees.TransitionTable(tokens[:, :1, None], jnp.zeros((64, 1, 1, 1)), tokens[:, :1, None] * 0)
+    ngrams = Continuations(tokens, lengths, weight_bm, unseen)
+    for expander in (ngrams, JoinedExpander(certain, ngrams)):
+        log_prob_b = expander.children(jnp.int32(0), expander.start(1))[1][:, 0, 0]
+        assert -1e-5 < log_prob_b.min() and log_prob_b.max() == 0
 
 
 def test_without_a_match_the_verifier_reads_only_the_anchor():

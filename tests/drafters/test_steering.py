@@ -81,8 +81,8 @@ def draft_twice(drafter, weights, tokens_bt, features_btj) -> list[tuple[jax.Arr
     inputs = Inputs(weights, None, state, tokens_bt[:, 8], jnp.ones(2), 2, tokens_bt, jnp.asarray([9, 9]))
     expander = drafter.configured(children=40).draft(inputs)
     start = expander.start(1)
-    child_bw = jnp.argmax(start.tokens_bwc == tokens_bt[:, 9, None, None], axis=-1)
-    return [expander.children(0, start), expander.children(1, expander.follow(jnp.int32(0), start, child_bw))]
+    below = expander.follow_token(jnp.int32(0), start, tokens_bt[:, 9:10])
+    return [expander.children(0, start), expander.children(1, below)]
 
 
 def test_a_steered_draft_is_that_of_pytorch(stored, expected):

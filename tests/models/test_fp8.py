@@ -66,6 +66,15 @@ def test_values_and_scales_by_hand(dtype):
     assert np.abs(got.values.astype(np.float32)).max() == 448
 
 
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
+def test_float16_keeps_small_weights(scheme):
+    """Scales would be subnormal, which XLA rounds to 0."""
+    weight = (draw(128, 128) * 1e-4).clip(-4e-4, 4e-4).astype(np.float16)
+    got = quantized.quantize_blocks(weight, (1, 1), scheme)
+    error = np.abs(weight.astype(np.float32) - np.float32(got.values) * np.float32(got.scale))
+    assert got.scale.dtype == jnp.float16 and error.max() <= 2.0**-15, "half a step of the smallest normal scale"
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("vectors", [1, 7, 200])
 @pytest.mark.parametrize("name, scheme", [*((name, "fp8") for name in EQUATIONS), ("q", "int4"), ("down", "int4")])

@@ -62,9 +62,8 @@ def drafted_along(weights, drafting, tokens_1s, *, model, drafter):
 
         def level(lane, i):
             ids_11c, log_probs_11c = expander.children(i, lane)
-            chosen_11 = jnp.argmax(ids_11c == padded_s[t + 2 + i], axis=-1).astype(jnp.int32)
             log_probs_c = log_probs_11c[0, 0][jnp.argsort(ids_11c[0, 0])]
-            return expander.follow(i, lane, chosen_11), log_probs_c
+            return expander.follow_token(i, lane, padded_s[t + 2 + i].reshape(1, 1)), log_probs_c
 
         return state, jax.lax.scan(level, expander.start(1), steps)[1]
 
@@ -111,7 +110,7 @@ def test_a_step_is_what_drafting_gives(kind):
                     p, q = np.exp(log_p), np.exp(log_q)
                     share = 0.7**i * (int(wanted.argmax()) in ids)
                     loss, weight = loss - share * (p * log_q).sum(), weight + share
-                    overlap[i] += np.minimum(p, q).sum()
+                    overlap[i] += np.minimum(np.exp(wanted[ids]) / np.exp(wanted).sum(), q).sum()
                     top1[i] += ids[log_q.argmax()] == label
                     count[i] += 1
             begin += length

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import signal
 import sys
@@ -233,8 +234,8 @@ def test_nothing_is_saved_once_a_loss_is_not_finite(tmp_path, monkeypatch):
 
 
 def test_what_was_evaluated_is_saved_and_the_best_of_it_kept(tmp_path, capsys):
-    """Checkpoints are due at 4 and 8, evaluations at 5 and 10."""
-    scores = iter([3.0, 1.0])
+    """Checkpoints are due at 4 and 8, evaluations at 5 and 10. A score that is not finite is never the best."""
+    scores = iter([3.0, math.nan])
     fit(tmp_path / "run", lambda params, report: {"score": next(scores)})
     assert saved(tmp_path / "run") == [5, 10]
     assert "as the best" not in capsys.readouterr().out

@@ -204,7 +204,7 @@ class _Run:
         if line:
             self.watch.write(step, line)
         if ends or bool(metrics and self.loop.best) or self.is_due(step, self.loop.save_every):
-            floats = {name: value for name, value in line.items() if isinstance(value, float)}
+            floats = {name: value for name, value in line.items() if isinstance(value, float) and math.isfinite(value)}
             self.checkpoints.save(step, self.state, floats, wait=ends)
         if ends and step < self.steps:
             received = self.signals.received or signal.SIGTERM

@@ -187,9 +187,12 @@ def _score(
     known_bn = jnp.ones(label_bn.shape)
     if ids_v is not None:
         known_bn = jnp.any(vocab.argmax(verifier_bnv)[..., None] == ids_v, axis=-1).astype(known_bn.dtype)
+        total_bn1 = vocab.log_sum_exp(verifier_bnv)[..., None]
         verifier_bnv, drafted_bn = verifier_bnv[..., ids_v], ids_v[drafted_bn]
     log_p_bnv = losses.log_softmax(verifier_bnv)
     loss_bn = -jnp.sum(jnp.exp(log_p_bnv) * losses.log_softmax(logits_bnv), axis=-1)
+    if ids_v is not None:  # the overlap is of the distribution over all tokens
+        log_p_bnv = verifier_bnv - total_bn1
     overlap_bn = lax.stop_gradient(losses.overlap(logits_bnv, log_p_bnv))
     return loss_bn, (drafted_bn == label_bn).astype(overlap_bn.dtype), overlap_bn, known_bn
 

@@ -139,7 +139,7 @@ class Continuations(Expander):
         log_prob_bwm = jnp.log(jnp.where(agrees_bwm & ~is_again_bwm, together_bwm, 0)) - jnp.log(total_bw1)
         cost_bwm, token_bwm = jnp.broadcast_arrays(-log_prob_bwm, token_bm[:, None])
         cost_bwc, token_bwc = lax.sort((cost_bwm, token_bwm), num_keys=1, is_stable=True)
-        return token_bwc, -cost_bwc
+        return token_bwc, jnp.minimum(-cost_bwc, 0)  # at most 0 despite rounding: no child may score above its parent
 
     def follow_token(self, depth: jax.Array, agrees_bwm: jax.Array, token_bw: jax.Array) -> jax.Array:
         return self.agreeing(depth, agrees_bwm, token_bw[..., None])[..., 0, :]

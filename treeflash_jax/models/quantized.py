@@ -193,9 +193,10 @@ def quantize_blocks(weight: jax.Array, counts: tuple[int, ...], scheme: str) -> 
         return _round_to_mxfp4(weight, wide, largest, counts)
     # This multiplies, because jitted code and code outside of `jit` divide by a constant in different ways.
     # `reduce_precision` rounds, because XLA may drop a pair of casts; values would then be made for another scale than the
-    # stored one.
-    scale = largest * (1 / LARGEST[scheme])
+    # stored one. It flushes subnormal numbers to 0, as which float16 would store the scales of small weights. So scales are
+    # at least the smallest normal number.
     float_info = jnp.finfo(weight.dtype)
+    scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST[scheme]), float_info.tiny), 0)
     scale = lax.reduce_precision(scale, float_info.nexp, float_info.nmant)
     steps = wide / jnp.where(scale > 0, scale, 1)
     steps = steps if scheme == "fp8" else jnp.round(steps)

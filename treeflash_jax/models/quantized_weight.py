@@ -31,8 +31,8 @@ class Quantized:
       values: numbers in the weight's shape. Devices store two four-bit values in a byte.
       scale: scales of blocks, or of the output axes alone. Weights that are quantised here are rounded against the stored
         scale in the compute dtype, so a narrow scale costs no accuracy. Scales of FP8 files are rounded to the compute
-        dtype, which changes a weight by no more than rounding the weight itself would. Scales of other files keep their
-        dtype.
+        dtype, which changes a weight by no more than rounding the weight itself would, except in float16 if the scale is
+        below 2 ** -14 (subnormal). Scales of other files keep their dtype.
       outer: factors of scales, for larger blocks; None: 1.
       zero: zero points; None: 0.
       minimum: numbers that are subtracted; None: 0.

@@ -72,41 +72,49 @@ def best_first_search(
         tokens_bwc, log_probs_bwc = expander.children(depth, best.state_bw)
         grown_bx = (best.frontier_bw[..., None] + log_probs_bwc).reshape(len(anchor_b), -1)
         score_bu, place_bu = stable_top_k(jnp.concatenate([best.score_bu, grown_bx], axis=1), width)
-        is_new_bu, index_bu = place_bu >= width, jnp.maximum(place_bu - width, 0)
+        is_new_bu = place_bu >= width
+        index_bu = jnp.maximum(place_bu - width, 0)  # of new nodes, in `grown_bx`; 0, which is not read, for older nodes
         lane_bu, child_bu = jnp.divmod(index_bu, tokens_bwc.shape[2])
         token_bu = jnp.take_along_axis(tokens_bwc.reshape(grown_bx.shape), index_bu, axis=1)
-        open_bu = jnp.take_along_axis(expander.continues(depth, best.state_bw).reshape(grown_bx.shape), index_bu, axis=1)
+        open_bx = expander.continues(depth, best.state_bw, tokens_bwc).reshape(grown_bx.shape)
+        open_bu = jnp.take_along_axis(open_bx, index_bu, axis=1)
         above_bu = pick(best.entry_bu if best.entry_bw is None else best.entry_bw, lane_bu)
         entry_bu = jnp.where(is_new_bu, depth * width + places, pick(best.entry_bu, place_bu))
+        # The next lanes: new nodes only, and the best of them if there are fewer lanes than nodes.
         frontier_bw = jnp.where(is_new_bu, score_bu, -jnp.inf)
-        parent_bw, child_bw, entry_bw = lane_bu, child_bu, None
+        parent_bw, child_bw, token_bw, entry_bw = lane_bu, child_bu, token_bu, None
         if best.entry_bw is not None:
             frontier_bw, chosen_bw = stable_top_k(frontier_bw, lanes)
-            parent_bw, child_bw, entry_bw = (pick(x_bu, chosen_bw) for x_bu in (lane_bu, child_bu, entry_bu))
+            parent_bw, child_bw, token_bw, entry_bw = (
+                pick(x_bu, chosen_bw) for x_bu in (lane_bu, child_bu, token_bu, entry_bu)
+            )
         parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), best.state_bw)
-        state_bw = expander.follow(depth, parent_state_bw, child_bw)
+        state_bw = expander.follow(depth, parent_state_bw, child_bw, token_bw)
         # Without the barrier, a GPU recomputes the states of all levels above for every child.
         best = lax.optimization_barrier(_Best(score_bu, entry_bu, frontier_bw, entry_bw, state_bw))
         return best, (above_bu, token_bu, child_bu, open_bu)
 
+    # The anchor's children are the first nodes. Places without a child have score -inf.
     anchor_depth, anchor_state_b1 = jnp.int32(0), expander.start(1)
     tokens_b1c, log_probs_b1c = expander.children(anchor_depth, anchor_state_b1)
     ranks = np.minimum(np.arange(width), tokens_b1c.shape[2] - 1)
     score_bu = jnp.where(np.arange(width) == ranks, log_probs_b1c[:, 0, ranks], -jnp.inf)
     score_bu = jnp.where(score_bu == 0, 0, score_bu)  # top-k ranks -0.0 below the 0.0 of a certain child
     rank_bu, entry_bu = (jnp.broadcast_to(jnp.asarray(x_u, jnp.int32), score_bu.shape) for x_u in (ranks, places))
-    open_bu = expander.continues(anchor_depth, anchor_state_b1)[:, 0, ranks]
+    token_bu = tokens_b1c[:, 0, ranks]
+    open_bu = expander.continues(anchor_depth, anchor_state_b1, tokens_b1c)[:, 0, ranks]
     entry_bw = None if lanes == width else entry_bu[:, :lanes]
-    state_bw = expander.follow(anchor_depth, expander.start(lanes), rank_bu[:, :lanes])
+    state_bw = expander.follow(anchor_depth, expander.start(lanes), rank_bu[:, :lanes], token_bu[:, :lanes])
     best = _Best(score_bu, entry_bu, score_bu[:, :lanes], entry_bw, state_bw)
     # The first level does not read `above`, since its nodes are children of the root.
     best, ledger = over_depths(add_level, best, depths, goes_on=lambda best: jnp.any(best.frontier_bw > -jnp.inf))
     above_bx, token_bx, child_bx, open_bx = (
         jnp.concatenate([x_bu, jnp.moveaxis(x_ibu, 0, 1).reshape(len(anchor_b), -1)], axis=1)
-        for x_bu, x_ibu in zip((entry_bu, tokens_b1c[:, 0, ranks], rank_bu, open_bu), ledger, strict=True)
+        for x_bu, x_ibu in zip((entry_bu, token_bu, rank_bu, open_bu), ledger, strict=True)
     )
     # Looks up the best nodes after the last level in the ledger, and numbers them.
-    kept_bu, depth_bu = best.entry_bu, best.entry_bu // width
+    kept_bu = best.entry_bu
+    depth_bu = kept_bu // width  # 0 for children of the root
     node_bx = jax.vmap(lambda kept_u: jnp.zeros_like(above_bx[0]).at[kept_u].set(places + 1))(kept_bu)
     parent_bu = jnp.where(depth_bu == 0, 0, pick(node_bx, pick(above_bx, kept_bu)))
     tree = below_root(anchor_b, pick(token_bx, kept_bu), parent_bu, depth_bu + 1, best.score_bu)

@@ -29,7 +29,7 @@ def chain(inputs: TreeInputs) -> tuple[DraftTree, None]:
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """
-    stay = lambda depth, state, child: state  # noqa: E731
+    stay = lambda depth, state, child, token: state  # noqa: E731
     is_table = isinstance(inputs.expander, TransitionTable)
     return _one_branch(inputs, stay if is_table else inputs.expander.follow), None
 
@@ -45,7 +45,7 @@ def _one_branch(inputs: TreeInputs, follow: Callable) -> DraftTree:
         score_b1, state_b1 = carry
         tokens_b1c, log_probs_b1c = expander.children(depth, state_b1)
         score_b1 += log_probs_b1c[..., 0]
-        return (score_b1, follow(depth, state_b1, best_b1)), (tokens_b1c[:, 0, 0], score_b1[:, 0])
+        return (score_b1, follow(depth, state_b1, best_b1, tokens_b1c[..., 0])), (tokens_b1c[:, 0, 0], score_b1[:, 0])
 
     state_b1 = expander.start(1)
     dtype = jax.eval_shape(expander.children, jnp.int32(0), state_b1)[1].dtype

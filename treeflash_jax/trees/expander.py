@@ -47,18 +47,17 @@ class Expander(ABC):
     def follow_token(self, depth: jax.Array, state_bw: Any, token_bw: jax.Array) -> Any:
         """Returns the state below one token of each node. The token may be no child, since n-grams propose other tokens."""
 
-    def follow(self, depth: jax.Array, state_bw: Any, child_bw: jax.Array) -> Any:
-        """Returns the state below one child of each node, given by its index in `children`."""
-        token_bw1 = jnp.take_along_axis(self.children(depth, state_bw)[0], child_bw[..., None], axis=2)
-        return self.follow_token(depth, state_bw, token_bw1[..., 0])
+    def follow(self, depth: jax.Array, state_bw: Any, child_bw: jax.Array, token_bw: jax.Array) -> Any:
+        """Returns the state below one child of each node, given by its index in `children` and its token."""
+        return self.follow_token(depth, state_bw, token_bw)
 
     def continues_below(self, depth: jax.Array, state_bw: Any, tokens_bwx: jax.Array) -> jax.Array:
         """Returns whether there are children below each token, [b, w, x]. The default: except at the last depth."""
         return jnp.broadcast_to(depth + 1 < self.num_depths, tokens_bwx.shape)
 
-    def continues(self, depth: jax.Array, state_bw: Any) -> jax.Array:
-        """Returns `continues_below` for the nodes' children, [b, w, c]."""
-        return self.continues_below(depth, state_bw, self.children(depth, state_bw)[0])
+    def continues(self, depth: jax.Array, state_bw: Any, tokens_bwc: jax.Array) -> jax.Array:
+        """Returns `continues_below` for the nodes' children, given all their tokens in the order of `children`."""
+        return self.continues_below(depth, state_bw, tokens_bwc)
 
 
 @struct.dataclass
@@ -88,10 +87,10 @@ class TransitionTable(Expander):
         log_probs_bwc = _entries(self.log_probs_bimc, depth, context_bw)
         return tokens_bwc, jnp.where((context_bw >= 0)[..., None], log_probs_bwc, -jnp.inf)
 
-    def follow(self, depth: jax.Array, context_bw: jax.Array, child_bw: jax.Array) -> jax.Array:
+    def follow(self, depth: jax.Array, context_bw: jax.Array, child_bw: jax.Array, token_bw: jax.Array) -> jax.Array:
         return jnp.take_along_axis(self.next_contexts(depth, context_bw), child_bw[..., None], axis=2)[..., 0]
 
-    def continues(self, depth: jax.Array, context_bw: jax.Array) -> jax.Array:
+    def continues(self, depth: jax.Array, context_bw: jax.Array, tokens_bwc: jax.Array) -> jax.Array:
         return self.next_contexts(depth, context_bw) >= 0
 
     def follow_token(self, depth: jax.Array, context_bw: jax.Array, token_bw: jax.Array) -> jax.Array:

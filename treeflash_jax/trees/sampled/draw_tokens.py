@@ -130,7 +130,7 @@ def draw_tokens(
         is_below_bn = outline.depth_bn == depth + 1
         state_bn = jax.tree.map(
             lambda new, old: jnp.where(is_below_bn.reshape(*is_below_bn.shape, *[1] * (old.ndim - 2)), new, old),
-            expander.follow(depth, above_state_bn, draws.slot_bn),
+            expander.follow(depth, above_state_bn, draws.slot_bn, draws.token_bn),
             state_bn,
         )
         return (state_bn, draws), None
@@ -156,7 +156,7 @@ def _list_children(
     # An entry without a child may repeat the token of another entry. Rules would then count that probability twice.
     tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
     free_bnc = jnp.isfinite(log_p_bnc) & ~barred_bnc
-    open_bnc = free_bnc & expander.continues(depth, state_bn)
+    open_bnc = free_bnc & expander.continues(depth, state_bn, tokens_bnc)
     restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
     admitted_bnc = jnp.where(restricted_bn[..., None], open_bnc, free_bnc)
     log_q_bnc = jnp.where(admitted_bnc, log_p_bnc, -jnp.inf)
