@@ -293,7 +293,7 @@ class GenerateConfig:
     top_log_probs: int = returned_setting(
         0, "also return this many of the likeliest tokens at every position", least=0, most=MAX_TOP_LOG_PROBS, unit="tokens"
     )
-    prompt_log_probs: bool = returned_setting(False, "also return log-probabilities of the prompt; max_new_tokens may then be 0")
+    prompt_log_probs: bool = returned_setting(False, "also return log-probabilities of the prompt; max_new_tokens may be 0")
     expected_lengths: bool = returned_setting(False, "also return how many tokens each round is expected to commit")
 
     def __post_init__(self) -> None:
