@@ -61,6 +61,7 @@ def test_texts_that_a_pattern_matches(case):
         ("(^a)*", "a repetition of ^ or $"),
         ("a{3,2}", "between 0 and 10,000"),
         ("a{10001}", "between 0 and 10,000"),
+        (f"a{{{'9' * 5000}}}", "between 0 and 10,000"),
         ("a{2}{3}", "a repetition of a repetition at position 4"),
         ("{2}a", "{ without anything before it"),
         (r"\pL", "half an escape at position 0"),

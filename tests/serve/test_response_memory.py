@@ -47,6 +47,7 @@ def test_what_is_kept_is_bounded_and_new_each_time():
     assert memory.delete("3") and not memory.delete("3")
     memory.add(response("larger", "x" * 400), [])
     assert memory.response("larger") is None, "larger than everything that may be kept"
+    assert memory.response("large"), "which stays"
     for number in range(3):
         memory.add(response(f"new {number}", "x"), [])
     assert all(memory.response(f"new {number}") for number in range(3)), "sizes of what is gone do not count"

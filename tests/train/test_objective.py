@@ -49,6 +49,14 @@ def case():
     return frozen, batch, keys, chosen
 
 
+def test_weights_of_tokens_multiply_those_of_slots(case):
+    """Regression: a small weight of prompts counted as 1."""
+    _, batch, keys, chosen = case
+    lighter = dataclasses.replace(batch, weights_bt=0.5 * batch.weights_bt)
+    half = sample_blocks(lighter, 8, DRAFTER.block_size, 4.0, keys)
+    np.testing.assert_allclose(half.weights_bni, 0.5 * chosen.weights_bni)
+
+
 @jax.jit
 def run_blocks(frozen, batch, chosen):
     """The verifier's outputs, and the hidden states of all blocks."""

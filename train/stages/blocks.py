@@ -57,7 +57,8 @@ def sample_blocks(batch: PackedBatch, num_anchors: int, size: int, decay: float,
     """Draws anchors without replacement, among weighted tokens that precede another weighted token of the same document.
 
     Args:
-      batch: packed documents; a positive weight marks the tokens to train on, such as those that the verifier wrote.
+      batch: packed documents; a positive weight marks the tokens to train on, such as those that the verifier wrote, and
+        multiplies their slots' weights.
       num_anchors: number of anchors per sequence; a sequence with fewer candidates has empty blocks.
       size: block size, anchor included.
       decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally.
@@ -74,7 +75,7 @@ def sample_blocks(batch: PackedBatch, num_anchors: int, size: int, decay: float,
     same_bni = pick(batch.segments_bt, targets_bni) == pick(batch.segments_bt, anchors_bn)[:, :, None]
     kept_bni = inside_bni & same_bni & pick(is_trained_bs, targets_bni) & is_drawn_bn[:, :, None] & (slot_i > 0)
     share_i = jnp.exp(-(slot_i - 1) / decay) if decay > 0 else jnp.ones(size)
-    return Blocks(anchors_bn, targets_bni, jnp.where(kept_bni, share_i, 0.0))
+    return Blocks(anchors_bn, targets_bni, jnp.where(kept_bni, share_i * pick(batch.weights_bt, targets_bni), 0.0))
 
 
 def hidden_states(

@@ -242,9 +242,10 @@ def compiled(function: Wrapped | None = None) -> list[Program]:
 
 def clear() -> None:
     """Frees all programs; the next calls compile again."""
-    for function in {program.function for program in compiled()}:
-        function.clear_cache()  # JAX's own references
-    _programs.clear()
+    with _changing:
+        for function in {program.function for program in compiled()}:
+            function.clear_cache()  # JAX's own references
+        _programs.clear()
 
 
 def keep_programs() -> None:

@@ -182,6 +182,7 @@ class _Parser:
         end = self.pattern.find("}", self.at)
         least, comma, most = self.pattern[self.at + 1 : end].partition(",")
         self.at = end + 1
+        least, most = (number.lstrip("0")[:9] or number[:1] for number in (least, most))  # Python reads no longer ones
         return int(least), int(most) if most else None if comma else int(least)
 
     def _is_count(self, at: int) -> bool:

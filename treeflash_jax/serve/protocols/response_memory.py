@@ -36,9 +36,11 @@ class ResponseMemory:
         self._lock = threading.Lock()
 
     def add(self, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Adds a response whose id is new."""
+        """Adds a response whose id is new. One that is larger than the memory is not stored."""
         ids = frozenset(item["id"] for item in response["output"])
         stored = Stored(_encode(response), _encode(items), ids)
+        if stored.size > self._most_bytes:
+            return
         with self._lock:
             self._responses[response["id"]] = stored
             self._size += stored.size
