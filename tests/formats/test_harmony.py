@@ -21,14 +21,14 @@ NEXT = "<|start|>assistant"
 BROWSER = "<|channel|>analysis to=browser.search code<|message|>cats<|end|>"
 
 
-def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = ()) -> list:
+def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = (), functions=(Function("add", {}),)) -> list:
     """Returns the parts of an answer that comes in pieces of `size` tokens, texts of one kind joined."""
     form = find_format(TOKENIZER)
     assert isinstance(form, Harmony)
     prompt_ids = TOKENIZER.encode(prompt)
     answer = AnswerText(TOKENIZER, prompt_ids, stop)
     answer.extend(TOKENIZER.encode(text))
-    reader = form.reader(prompt_ids, [Function("add", {})], stop, has_thoughts=True)
+    reader = form.reader(prompt_ids, functions, stop, has_thoughts=True)
     pieces = [answer.ids[i : i + size] for i in range(0, len(answer.ids), size)] or [[]]
     parts = []
     for number, piece in enumerate(pieces):
@@ -58,6 +58,11 @@ def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = ())
 ])  # fmt: skip
 def test_channels_make_parts(text, expected, size):
     assert read(text, size) == expected
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_without_functions_calls_stay_text(size):
+    assert read(ANALYSIS + NEXT + CALL, size, functions=()) == [Thought("Hm, <final>é."), Content('{"x": 1}')]
 
 
 def test_calls_and_returns_end_answers():

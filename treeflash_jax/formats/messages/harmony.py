@@ -42,7 +42,7 @@ class Harmony(MessageFormat):
     def reader(
         self, prompt_ids: Sequence[int], functions: Sequence[Function], stop: Sequence[str], *, has_thoughts: bool
     ) -> MessageReader:
-        return HarmonyReader(self.tokenizer, prompt_ids, stop)
+        return HarmonyReader(self.tokenizer, prompt_ids, stop, reads_calls=bool(functions))
 
     def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
         """Returns the structural tag of the answer. A message has one call. The token at its end ends the answer."""
@@ -73,8 +73,9 @@ class Harmony(MessageFormat):
 class HarmonyReader(TokenReader):
     """Parses channels token by token. A message that the prompt has begun belongs to the answer."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str], *, reads_calls: bool):
         super().__init__(tokenizer, (START, MESSAGE, *ENDS), stop)
+        self._reads_calls = reads_calls
         self._header: list[int] | None = None  # tokens of the header; None inside a message
         self._channel, self._recipient = "final", None
         starts = [at for at, id in enumerate(prompt_ids) if self._markers.get(id) == START]
@@ -126,4 +127,4 @@ class HarmonyReader(TokenReader):
         return [make_function_call(self._recipient.removeprefix(NAMESPACE), text.strip())]
 
     def _is_call(self) -> bool:
-        return self._recipient is not None and self._recipient.startswith(NAMESPACE)
+        return self._reads_calls and self._recipient is not None and self._recipient.startswith(NAMESPACE)
