@@ -21,7 +21,10 @@ NEXT = "<|start|>assistant"
 BROWSER = "<|channel|>analysis to=browser.search code<|message|>cats<|end|>"
 
 
-def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = (), functions=(Function("add", {}),)) -> list:
+ADD = Function("add", {})
+
+
+def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = (), functions=(ADD,)) -> list:
     """Returns the parts of an answer that comes in pieces of `size` tokens, texts of one kind joined."""
     form = find_format(TOKENIZER)
     assert isinstance(form, Harmony)
