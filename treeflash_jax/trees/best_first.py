@@ -85,9 +85,7 @@ def best_first_search(
         parent_bw, child_bw, token_bw, entry_bw = lane_bu, child_bu, token_bu, None
         if best.entry_bw is not None:
             frontier_bw, chosen_bw = stable_top_k(frontier_bw, lanes)
-            parent_bw, child_bw, token_bw, entry_bw = (
-                pick(x_bu, chosen_bw) for x_bu in (lane_bu, child_bu, token_bu, entry_bu)
-            )
+            parent_bw, child_bw, token_bw, entry_bw = (pick(x, chosen_bw) for x in (lane_bu, child_bu, token_bu, entry_bu))
         parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), best.state_bw)
         state_bw = expander.follow(depth, parent_state_bw, child_bw, token_bw)
         # Without the barrier, a GPU recomputes the states of all levels above for every child.
@@ -103,21 +101,26 @@ def best_first_search(
     rank_bu, entry_bu = (jnp.broadcast_to(jnp.asarray(x_u, jnp.int32), score_bu.shape) for x_u in (ranks, places))
     token_bu = tokens_b1c[:, 0, ranks]
     open_bu = expander.continues(anchor_depth, anchor_state_b1, tokens_b1c)[:, 0, ranks]
-    entry_bw = None if lanes == width else entry_bu[:, :lanes]
     state_bw = expander.follow(anchor_depth, expander.start(lanes), rank_bu[:, :lanes], token_bu[:, :lanes])
-    best = _Best(score_bu, entry_bu, score_bu[:, :lanes], entry_bw, state_bw)
+    best = _Best(score_bu, entry_bu, score_bu[:, :lanes], None if lanes == width else entry_bu[:, :lanes], state_bw)
     # The first level does not read `above`, since its nodes are children of the root.
     best, ledger = over_depths(add_level, best, depths, goes_on=lambda best: jnp.any(best.frontier_bw > -jnp.inf))
     above_bx, token_bx, child_bx, open_bx = (
         jnp.concatenate([x_bu, jnp.moveaxis(x_ibu, 0, 1).reshape(len(anchor_b), -1)], axis=1)
         for x_bu, x_ibu in zip((entry_bu, token_bu, rank_bu, open_bu), ledger, strict=True)
     )
-    # Looks up the best nodes after the last level in the ledger, and numbers them.
-    kept_bu = best.entry_bu
-    depth_bu = kept_bu // width  # 0 for children of the root
-    node_bx = jax.vmap(lambda kept_u: jnp.zeros_like(above_bx[0]).at[kept_u].set(places + 1))(kept_bu)
-    parent_bu = jnp.where(depth_bu == 0, 0, pick(node_bx, pick(above_bx, kept_bu)))
-    tree = below_root(anchor_b, pick(token_bx, kept_bu), parent_bu, depth_bu + 1, best.score_bu)
+    tree = _number_nodes(anchor_b, best, above_bx, token_bx)
     for_root = ((0, 0), (1, 0))
-    open_bn = jnp.pad(pick(open_bx, kept_bu), for_root, constant_values=True)
-    return tree, jnp.pad(pick(child_bx, kept_bu), for_root), open_bn & tree.valid_bn
+    open_bn = jnp.pad(pick(open_bx, best.entry_bu), for_root, constant_values=True)
+    return tree, jnp.pad(pick(child_bx, best.entry_bu), for_root), open_bn & tree.valid_bn
+
+
+def _number_nodes(anchor_b: jax.Array, best: _Best, above_bx: jax.Array, token_bx: jax.Array) -> DraftTree:
+    """Returns the tree of the best nodes after the last level, from the ledger of their tokens and parents' entries."""
+    kept_bu = best.entry_bu
+    width = kept_bu.shape[1]
+    depth_bu = kept_bu // width  # 0 for children of the root
+    number_u = jnp.arange(1, width + 1, dtype=jnp.int32)
+    node_bx = jax.vmap(lambda kept_u: jnp.zeros_like(above_bx[0]).at[kept_u].set(number_u))(kept_bu)
+    parent_bu = jnp.where(depth_bu == 0, 0, pick(node_bx, pick(above_bx, kept_bu)))
+    return below_root(anchor_b, pick(token_bx, kept_bu), parent_bu, depth_bu + 1, best.score_bu)
