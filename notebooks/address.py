@@ -76,7 +76,7 @@ def install_cell(address: str, trains: bool, chats: bool = False) -> str:
     Args:
       address: where to clone it from; "" asks for an uploaded archive.
       trains: import `train` as well, which is not part of the package.
-      chats: install SmolLM2 as well.
+      chats: install the weights of SmolLM2 as well.
     """
     fetch = [f"!git clone -q --depth 1 {address} treeflash"]
     if not address:
@@ -85,8 +85,6 @@ def install_cell(address: str, trains: bool, chats: bool = False) -> str:
     needs, extras, source = ("matplotlib", "treeflash_jax"), "plots", "treeflash_jax"
     if trains:
         needs, extras, source = (*needs, "tomli_w", "train"), "train,plots", "train"
-    if chats:
-        needs, extras = ("gguf", *needs), "gguf,plots"
     cell = CELL.replace("FETCH", "\n".join(" " * 8 + line for line in fetch)).replace("EXTRAS", extras)
     cell = cell.replace("SOURCE", source).replace("NEEDS", str(needs).replace("'", '"'))
     cell = cell.replace("WEIGHTS\n", WEIGHTS if chats else "")

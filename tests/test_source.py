@@ -20,7 +20,7 @@ LAYERS = (
     "core models trees drafters acceptance decoding formats constraints engine __init__ bench serve cli __main__".split()
 )
 ROOMS = "settings call schedule answers".split()  # of the engine, in which the same holds
-HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")
+HEAVY = ("torch", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")
 HEAVY += ("jax.experimental.pallas", "fastapi", "uvicorn", "prometheus_client")
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from answers import random_weights
 from safetensors.numpy import load_file
 
@@ -20,8 +20,6 @@ from treeflash_jax.formats import model_files
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import decoder
 from treeflash_jax.models.config import ModelConfig, Rope
-
-gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
 
 F32 = gguf.GGMLQuantizationType.F32
 QWEN3 = ModelConfig(

@@ -1,7 +1,6 @@
 """Bad GGUF files: one clear line for each, whatever is wrong with it."""
 
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from gguf_files import F32, write_small
 from refusals import mistake, refused
 
-import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.formats import gguf_reader
 
@@ -113,9 +111,3 @@ def test_every_cut_of_a_header_is_refused(small):
     for end in (*range(4, 300, 7), *range(1000, 40_000, 3001)):
         small.write_bytes(data[:end])
         refused(lambda: gguf_reader.read(small), "cut off")
-
-
-def test_without_the_package_one_line_says_how_to_get_it(small, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(lambda: tf.load(verifier=small), "pip install gguf")
-    assert tf.load("tiny").verifier.vocab_size == 2048, "nothing else needs it"

@@ -10,6 +10,7 @@ import pytest
 import quantized_files
 from answers import PROMPTS, TREE, assert_greedy, drafted_as_plain, read_texts, slow_unless
 from conftest import DATA, FOLDERS, needs_8_devices
+from gguf_files import write_small
 from model_files import assert_same
 from quantized_files import FORMATS, expand_kept, make_folders
 from refusals import refused
@@ -32,8 +33,6 @@ def find_kept(weights) -> list:
 
 def place(form: str, tmp_path):
     if form == "gguf":
-        from gguf_files import write_small  # skips without the package gguf
-
         return write_small(tmp_path / "small.gguf", kind="Q8_0")
     return DATA / "hybrid" / "gpt_oss" if form == "gpt_oss" else make_folders(tmp_path, SOURCE, form)[0]
 

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -111,7 +112,6 @@ def test_tensors_are_those_of_the_reference(case):
 
 @pytest.mark.parametrize("kind", gguf_blocks.TYPES)
 def test_blocks_of_gguf_files_are_those_of_the_package(kind):
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
     type = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[type]
     raw = np.random.default_rng(0).integers(0, 256, (6, 2, size)).astype(np.uint8)

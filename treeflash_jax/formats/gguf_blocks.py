@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gguf
 import numpy as np
 
 from treeflash_jax.formats import gguf_reader
@@ -89,7 +90,7 @@ def grouped(tensor: gguf_reader.GgufTensor) -> Tensor:
     fields, shape = TYPES.get(tensor.type.name), tensor.shape
     if fields is None or len(shape) == 1:
         return tensor
-    block, size = gguf_reader.package().GGML_QUANT_SIZES[tensor.type]
+    block, size = gguf.GGML_QUANT_SIZES[tensor.type]
     blocks = tensor.raw.reshape(*shape[:-1], shape[-1] // block, size)
 
     def read(span: slice, meaning: Callable[[np.ndarray], np.ndarray], rows: tuple[Any, ...]) -> np.ndarray:

