@@ -3,6 +3,7 @@
 No test looks at a time: on a busy machine times are noise.
 """
 
+import argparse
 import json
 import re
 import socket
@@ -165,6 +166,14 @@ def test_all_combinations_are_measured_and_results_of_other_settings_kept(made_u
     assert printed.startswith("shape verifier, weights random, ") and "batch 1, context 24, " in printed
     assert printed.count("round / step at 64 nodes: 16.00\n") == 8
     assert re.search(r"\n round .*16\.0000 .*1\.0000 - 1\.0000", printed)
+
+
+@pytest.mark.parametrize("head, candidates", [("gru", 64), ("lowrank-rnn", 64), ("lowrank", 16)])
+def test_a_head_has_its_default_number_of_candidates(made_up, head, candidates):
+    parser = argparse.ArgumentParser()
+    latency.add_arguments(parser)
+    model = latency.draw_pair(parser.parse_args([*SMALL[:4], "--head", head]))
+    assert (model.drafter.head, model.drafter.candidates) == (head, candidates)
 
 
 def test_attentions_are_measured_together(made_up, tmp_path):

@@ -24,6 +24,7 @@ from treeflash_jax.core.checks import expect
 from treeflash_jax.core.setting_options import add_options, option_values
 from treeflash_jax.core.settings import setting
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.engine import loading
 from treeflash_jax.engine.settings.defaults import choose_dtype
 from treeflash_jax.engine.settings.generate_config import GenerateConfig
@@ -88,8 +89,8 @@ def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
     """Returns a pair with random weights, of the requested sizes and head."""
     shape = arguments.shape or "tiny"
     verifier, drafter = shapes.find_pair(shape, arguments.drafter_shape)
-    if arguments.head and "head" in drafter.settings:
-        drafter = replace(drafter, head=arguments.head)
+    if arguments.head and "head" in drafter.settings and arguments.head != drafter.head:
+        drafter = replace(drafter, head=arguments.head, head_sizes=None, candidates=HEADS[arguments.head].candidates)
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
     dtype = jnp.dtype(arguments.dtype or choose_dtype(sharding.device(mesh)))
     print_progress(f"drawing the weights of {shape}")
