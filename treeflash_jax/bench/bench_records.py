@@ -37,7 +37,8 @@ def print_progress(text: str) -> None:
 def environment(model: tf.TreeFlash) -> BenchRecord:
     """Returns versions and hardware. Records with different versions or hardware are never compared."""
     versions = {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()}
-    device, count = model.device, 1 if model.mesh is None else model.mesh.size
+    device = model.device
+    count = 1 if model.mesh is None else model.mesh.size
     hardware = {"backend": device.backend, "device": device.kind, "devices": count, "cores": os.cpu_count()}
     return {"versions": versions, "hardware": hardware}
 

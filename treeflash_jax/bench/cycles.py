@@ -64,7 +64,8 @@ def estimate(text: str, phases: tuple[str, ...] = PHASES, *, is_loop: bool = Tru
       phases: named scopes by which operations are counted.
       is_loop: False: the estimate is for the whole program.
     """
-    computations, found = parse(text), Estimate(phases)
+    computations = parse(text)
+    result = Estimate(phases)
 
     def walk(name: str, times: int) -> None:
         for line in computations[name].splitlines():
@@ -75,19 +76,22 @@ def estimate(text: str, phases: tuple[str, ...] = PHASES, *, is_loop: bool = Tru
             if loop:
                 trips = _trip_count(computations[loop[1]])
                 if trips is None:
-                    found.missing[phase, "while"] += times
+                    result.missing[phase, "while"] += times
                 else:
                     walk(loop[2], times * trips)
             elif cycles:
-                found.operations[phase, operation] += times * int(cycles[1])
-                found.counts[phase, operation] += times
+                result.operations[phase, operation] += times * int(cycles[1])
+                result.counts[phase, operation] += times
             elif re.search(r" (?:copy|slice)-start\(", line):
-                found.copied += times * _on_chip_bytes(line)
+                result.copied += times * _on_chip_bytes(line)
             elif uncounted:
-                found.missing[phase, next(filter(None, uncounted.groups())).removesuffix("-start")] += times
+                result.missing[phase, next(filter(None, uncounted.groups())).removesuffix("-start")] += times
 
-    walk(max(loop_bodies(computations), key=lambda name: len(computations[name])) if is_loop else "ENTRY", 1)
-    return found
+    main = "ENTRY"
+    if is_loop:
+        main = max(loop_bodies(computations), key=lambda name: len(computations[name]))
+    walk(main, 1)
+    return result
 
 
 def _trip_count(condition: str) -> int | None:

@@ -115,7 +115,8 @@ class Peer(System):
         for prompt in prompts:
             prompt_ids = model.encode(prompt)
             answer = self._ask({"prompt": prompt_ids, "max_new_tokens": config.max_new_tokens, "stop_ids": stop_ids})
-            ids, text, seconds = answer.get("ids", []), answer.get("text"), answer["seconds"]
+            ids, text = answer.get("ids", []), answer.get("text")
+            seconds = answer["seconds"]
             if text is None and model.tokenizer is not None:  # later turns contain it
                 answer_text = AnswerText(model.tokenizer, prompt_ids)
                 answer_text.extend(ids)
@@ -154,7 +155,7 @@ def measure(
     *,
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
-    known: Sequence[BenchRecord] = (),
+    earlier: Sequence[BenchRecord] = (),
     notify: Callable[[str], None] = print_progress,
 ) -> Iterator[BenchRecord]:
     """Answers every prompt with every system, for all combinations of temperature and seed.
@@ -164,16 +165,17 @@ def measure(
     difference is printed on stderr.
 
     Args:
-      known: records of an earlier run; they are not measured again.
+      earlier: records of an earlier run; they are not measured again.
       notify: function that gets a line after every call.
     """
-    records = {record_key(record): record for record in known}
+    records = {record_key(record): record for record in earlier}
     warm = set()
     size = systems[0].settings()["batch_size"]
-    batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    batches = [prompts[begin : begin + size] for begin in range(0, len(prompts), size)]
     for number, batch in enumerate(batches):
-        first = number % len(systems)
-        for (temperature, seed), system in product(product(temperatures, seeds), [*systems[first:], *systems[:first]]):
+        turn = number % len(systems)
+        rotated = [*systems[turn:], *systems[:turn]]
+        for temperature, seed, system in product(temperatures, seeds, rotated):
             missing = [p for p in batch if (p.id, system.name, temperature, seed) not in records]
             if not missing:
                 continue
@@ -186,8 +188,8 @@ def measure(
                 if prompt not in missing:
                     continue
                 record = make_record(system, prompt, results, temperature, seed)
-                others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
-                record["differences"] = find_differences(system, record, filter(None, others), prompt, results)
+                same_prompt = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
+                record["differences"] = find_differences(system, record, filter(None, same_prompt), prompt, results)
                 records[record_key(record)] = record
                 yield record
             notify(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
@@ -197,10 +199,10 @@ def answer_turns(system: System, prompts: Sequence[BenchPrompt], temperature: fl
     """Answers all turns of prompts, with a call per turn that has earlier answers. Returns results by prompt and turn."""
     answers: list[list[tf.Result]] = [[] for _ in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        places = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
-        chats = [make_chat(prompts[i], [result.text for result in answers[i]]) for i in places]
-        results = system.answer(chats, temperature, [prompts[i].seed(seed) for i in places])
-        for i, result in zip(places, results, strict=True):
+        unfinished = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
+        chats = [make_chat(prompts[i], [result.text for result in answers[i]]) for i in unfinished]
+        results = system.answer(chats, temperature, [prompts[i].seed(seed) for i in unfinished])
+        for i, result in zip(unfinished, results, strict=True):
             answers[i].append(result)
     return answers
 
@@ -235,7 +237,8 @@ def find_differences(
 
     Returns {"turn"} and the fields of `Divergence` for each system with a different answer.
     """
-    differing, settings = {}, record["settings"]
+    differences = {}
+    settings = record["settings"]
     config = replace(system.config, temperature=settings["temperature"], seed=prompt.seed(settings["seed"]))
     for other in others:
         if is_comparable(record, other) and record["ids"] != other["ids"]:
@@ -244,8 +247,8 @@ def find_differences(
             call = system.model.prepare([results[turn].prompt_ids], config, indices=[0])
             ids = drafted["ids"][turn], plain["ids"][turn]
             difference = find_divergence(system.model, *call.requests, *ids, call.weights.processor)
-            differing[other["system"]] = {"turn": turn, **asdict(difference)}
+            differences[other["system"]] = {"turn": turn, **asdict(difference)}
             names = " and ".join(sorted((record["system"], other["system"])))
             text = f"{names} from token {difference.index} on: {explain(difference, system.model.dtype)}"
             print_progress(f"{ROUNDING if difference.near_tie else FAIL}: prompt {record['prompt_id']}, {text}")
-    return differing
+    return differences

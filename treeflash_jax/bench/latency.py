@@ -102,8 +102,9 @@ def draw_pair(arguments: argparse.Namespace) -> tf.TreeFlash:
 
 def make_plans(model: tf.TreeFlash, arguments: argparse.Namespace, attention: str | None) -> list[DecodePlan]:
     """Makes the plans that `generate` would run with this attention, in increasing order of nodes."""
-    fields, plans = option_values(arguments, GenerateConfig) | {"attention": attention}, {}
+    fields = option_values(arguments, GenerateConfig) | {"attention": attention}
     fields["builder"] = fields["builder"] or "best-first"  # drafts even if it does not pay
+    plans: dict[int, DecodePlan] = {}
     for nodes in arguments.nodes or [None]:
         plan = model.plan(GenerateConfig(**fields | {"nodes": nodes}))
         if not plan.drafts:
@@ -117,8 +118,8 @@ def make_plans(model: tf.TreeFlash, arguments: argparse.Namespace, attention: st
 
 def show(result: dict[str, Any]) -> None:
     """Prints the settings, a table of the phases, and the ratios of round times to the time of a one-token step."""
-    settings, hardware, phases = result["settings"], result["hardware"], result["phases"]
-    shown = {name: value for name, value in settings.items() if value is not None} | result["versions"]
+    hardware, phases = result["hardware"], result["phases"]
+    shown = {name: value for name, value in result["settings"].items() if value is not None} | result["versions"]
     terminal.show(", ".join(f"{name} {value}" for name, value in shown.items()))
     print(f"{hardware['device']} ({hardware['backend']})")
     table = report.make_table("", ["*phase", "nodes", "ms", "quartiles"])

@@ -103,8 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
     mesh, limit, device = _devices(arguments)
     verifier, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = GenerateConfig(**option_values(arguments, GenerateConfig))
-    dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, round_capacity(arguments.context)
-    sizes, quantize = dict(mesh.shape), None if arguments.quantize == NO_SCHEME else arguments.quantize
+    dtype = jnp.dtype(arguments.dtype)
+    quantize = None if arguments.quantize == NO_SCHEME else arguments.quantize
+    batch, capacity = arguments.batch, round_capacity(arguments.context)
+    sizes = dict(mesh.shape)
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     plan = resolve(config, verifier, drafter, dtype=dtype, device=device, sequences=batch // sizes["data"])
@@ -145,8 +147,10 @@ def run(arguments: argparse.Namespace) -> int:
 def request_name(result: dict[str, Any]) -> str:
     """Returns the name under which a file keeps a result: the requested sizes, without details of the tree."""
     words = [result["shape"], result["topology"], "x".join(map(str, result["mesh"].values())), f"batch {result['batch']}"]
-    words += [f"drafted by {result['drafter']}"] if result.get("drafter") else []
-    words += [f"schemas of {result['schema_states']} states"] if result.get("schema_states") else []
+    if result.get("drafter"):
+        words.append(f"drafted by {result['drafter']}")
+    if result.get("schema_states"):
+        words.append(f"schemas of {result['schema_states']} states")
     words += [word for word in (result["quantize"], result["builder"]) if word not in (None, "best-first")]
     return f"{' '.join(words)}: caches of {result['context']} positions, {result['nodes']} nodes, {result['dtype']}"
 
@@ -174,7 +178,8 @@ def compile_programs(
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(plan.shared.loaded_drafter.specs(), dtype, mesh))
     inputs = make_batch([None] * batch, sizes or SamplingSizes(), capacity=capacity, dtype=dtype)
-    inputs, count = jax.tree.map(abstract, inputs), jax.ShapeDtypeStruct((), jnp.int32)
+    inputs = jax.tree.map(abstract, inputs)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
 
     def compile_program(function: Wrapped, *arguments: Any, **static: Any) -> tuple[Compiled, Any]:
         """Returns the program and its outputs, as shapes."""
@@ -292,10 +297,14 @@ def describe_topology(topology: str | None) -> tuple[int | None, Device, int]:
     if topology is None:
         return None, sharding.device(), jax.device_count()
     family, _, sizes = topology.partition(":")
-    limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("gpu", f"NVIDIA {family.upper()}")
+    limit = (TPU_MEMORY | GPU_MEMORY).get(family)
     if family in TPU_MEMORY:
         device = Device("tpu", next(kind for kind, name in TPU_KINDS.items() if name == family))
-    if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", sizes):
+        form = r"\d+(x\d+)+"
+    else:
+        device = Device("gpu", f"NVIDIA {family.upper()}")
+        form = r"\d*"
+    if limit is None or not re.fullmatch(form, sizes):
         raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
     return limit, device, math.prod(map(int, (sizes or "1").split("x")))
 

@@ -57,8 +57,8 @@ def compute_tree(weights: Weights, state: DecodeState, computed: Any, plan: Deco
     """Builds the tree from the arrays of `compute_draft`. The draft is traced here again, but the compiler drops it."""
     expander = draft_expander(weights, state, plan)
     leaves = computed_leaves(expander, (weights, state))
-    given = {id(leaf): array for leaf, array in zip(leaves, computed, strict=True)}
-    return build_tree(weights, state, jax.tree.map(lambda leaf: given.get(id(leaf), leaf), expander), plan)
+    arrays = {id(leaf): array for leaf, array in zip(leaves, computed, strict=True)}
+    return build_tree(weights, state, jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), expander), plan)
 
 
 def computed_leaves(tree: Any, inputs: Any) -> list[Any]:
@@ -94,7 +94,8 @@ class Phase:
         return (time.perf_counter() - since) / self.calls / self.units
 
     def choose_calls(self) -> None:
-        self.calls, self.seconds = 1, []
+        self.calls = 1
+        self.seconds = []
         seconds = min(self.sample(), self.sample()) * self.units
         self.calls = min(self.most, math.ceil(SAMPLE_SECONDS / seconds))
 
@@ -122,10 +123,13 @@ class Bench:
 
         Raises ValueError if the context leaves no room for timed rounds, or if the devices have too little memory.
         """
-        self.model, self.plans = model, list(plans)
-        self.where, self.phases = f"batch {batch}, context {context}", list[Phase]()
+        self.model = model
+        self.plans = list(plans)
+        self.where = f"batch {batch}, context {context}"
+        self.phases: list[Phase] = []
         room = 1 + (ROUNDS + 1) * max(plan.path_length for plan in plans)
-        self.context, self.capacity = context, round_capacity(context + room)
+        self.context = context
+        self.capacity = round_capacity(context + room)
         config = GenerateConfig(max_new_tokens=room, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
         requests = make_requests(ids, config, model.verifier)
@@ -173,18 +177,18 @@ class Bench:
 
     def _add_rounds(self, name: str, nodes: int | None, state: DecodeState, plan: DecodePlan) -> None:
         """Adds rounds of `decode`. A single call runs all rounds of a sample."""
-        arguments = self.model.weights, state, jnp.int32(1)
-        program = self._compile(loops.decode, *arguments, plan=plan)
-        self._add_moving(name, nodes, state, lambda state, calls: program(arguments[0], state, jnp.int32(calls)))
+        weights = self.model.weights
+        program = self._compile(loops.decode, weights, state, jnp.int32(1), plan=plan)
+        self._add_moving(name, nodes, state, lambda state, calls: program(weights, state, jnp.int32(calls)))
 
     def _add_commits(self, plan: DecodePlan, verified: Verified, accepted: EmittedPath) -> None:
         """Adds repeated commits of the same path, each after the previous commit."""
-        weights, others = self.model.weights, (verified, accepted)
-        program = self._compile(COMMIT, weights, self.state, *others, plan=plan)
+        weights = self.model.weights
+        program = self._compile(COMMIT, weights, self.state, verified, accepted, plan=plan)
 
         def enqueue(state: DecodeState, calls: int) -> DecodeState:
             for _ in range(calls):
-                state = program(weights, state, *others)
+                state = program(weights, state, verified, accepted)
             return state
 
         self._add_moving("commit", plan.num_nodes, self.state, enqueue)
@@ -209,8 +213,8 @@ def measure(benches: Sequence[Bench], repeats: int) -> list[list[dict[str, Any]]
         for phase in phases:
             phase.choose_calls()
         for turn in range(repeats):
-            first = turn % len(phases)
-            for phase in [*phases[first:], *phases[:first]]:
+            begin = turn % len(phases)
+            for phase in [*phases[begin:], *phases[:begin]]:
                 phase.seconds.append(phase.sample())
     return [[phase.summarise() for phase in bench.phases] for bench in benches]
 

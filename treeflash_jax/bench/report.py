@@ -92,7 +92,8 @@ def summarise(records: Sequence[BenchRecord], *, against: str | None = None) -> 
 
 def _summarise_system(name: str, systems: dict[str, Answers], against: str) -> dict[str, Any]:
     mine = systems[name]
-    settings, records = _settings(mine), list(mine.values())
+    settings = _settings(mine)
+    records = list(mine.values())
     total = {key: sum(record[key] for record in records) for key in ("tokens", "seconds", "rounds", "committed")}
     plain = next((answers for answers in systems.values() if _settings(answers)["builder"] == "none"), {})
     other = _find_other(name, systems, against)
@@ -138,8 +139,12 @@ def _compare_answers(pairs: Sequence[tuple[BenchRecord, BenchRecord]]) -> dict[s
     tokens are counted up to the first difference. The last three are None for systems that draw other samples or have
     another dtype.
     """
-    keys = ("ids" if all(x["ids"]) and all(y["ids"]) else "texts" for x, y in pairs)  # some programs return no ids
-    differing = [(x, y) for (x, y), key in zip(pairs, keys, strict=True) if x[key] != y[key]]
+    differing = []
+    for drafted, plain in pairs:
+        has_ids = all(drafted["ids"]) and all(plain["ids"])  # some programs return no ids
+        key = "ids" if has_ids else "texts"
+        if drafted[key] != plain[key]:
+            differing.append((drafted, plain))
     summary: dict[str, Any] = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
     summary |= dict.fromkeys(("compared_tokens", "near_ties", "verdict"))
     differences = [
@@ -151,7 +156,9 @@ def _compare_answers(pairs: Sequence[tuple[BenchRecord, BenchRecord]]) -> dict[s
         for difference, (_, plain) in zip(differences, differing, strict=True):
             tokens += sum(map(len, plain["ids"][: difference["turn"]])) + difference["index"] + 1
         near_ties = sum(difference["near_tie"] for difference in differences)
-        verdict = FAIL if near_ties < len(differences) else ROUNDING if near_ties else IDENTICAL
+        verdict = ROUNDING if near_ties else IDENTICAL
+        if near_ties < len(differences):
+            verdict = FAIL
         summary |= {"compared_tokens": tokens, "near_ties": near_ties, "verdict": verdict}
     return summary
 
@@ -198,7 +205,9 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
     depth = max(len(system["acceptance_by_depth"]) for system in systems)
     depths = make_table("% of rounds that accept at least n draft tokens", [*keys, *map(str, range(1, depth + 1))])
     for system in systems:
-        key = [*([system["set"]] if several else []), f"{system['temperature']:g}", system["system"]]
+        key = [f"{system['temperature']:g}", system["system"]]
+        if several:
+            key.insert(0, system["set"])
         if system["builder"] != PEER:
             ratio = system["tau_ratio"]
             numbers = str(system["responses"]), _number(system["tau"]), format_interval(ratio)
@@ -229,8 +238,8 @@ def conclusion(summary: dict[str, Any]) -> str:
     """Returns the verdict on systems whose answers drafting must not change; "" if there are none."""
     if not (judged := [system for system in summary["systems"] if system["verdict"]]):
         return ""
-    names = "compared", "identical", "near_ties", "compared_tokens"
-    line = conclude(*(sum(system[name] for system in judged) for name in names), summary["settings"]["dtype"])
+    counts = [sum(system[name] for system in judged) for name in ("compared", "identical", "near_ties", "compared_tokens")]
+    line = conclude(*counts, summary["settings"]["dtype"])
     failed = ", ".join(f"{s['system']} at T {s['temperature']:g}" for s in judged if s["verdict"] == FAIL)
     return line + (f", of {failed}" if failed else "")
 

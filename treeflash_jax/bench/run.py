@@ -87,7 +87,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
     Raises ValueError for an unknown system or setting.
     """
     systems = dict[str, dict[str, Any]]()
-    known = [name for name in field_names(GenerateConfig, "drafting", "tree") if name != "nodes"]
+    accepted = [name for name in field_names(GenerateConfig, "drafting", "tree") if name != "nodes"]
     for name in names:
         match = NAME.fullmatch(name)
         base, size, temperature, settings = match.groups() if match else (None,) * 4
@@ -97,14 +97,14 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
                 f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, or one "
                 "with its own drafter temperature and settings like treeflash-32@0.7:builder=skeleton"
             )
-        given = dict(word.split("=", 1) for word in settings.split(":")[1:])
+        texts = dict(word.split("=", 1) for word in settings.split(":")[1:])
         if temperature:
-            given["drafter_temperature"] = temperature
+            texts["drafter_temperature"] = temperature
         system = dict(SYSTEMS[base])
-        for key, value in given.items():
-            if key not in known:
-                raise ValueError(f"got setting {key!r} of a system, expected one of {', '.join(known)}")
-            system[key] = coerce_field(GenerateConfig, key, value, from_text=True)
+        for key, text in texts.items():
+            if key not in accepted:
+                raise ValueError(f"got setting {key!r} of a system, expected one of {', '.join(accepted)}")
+            system[key] = coerce_field(GenerateConfig, key, text, from_text=True)
         if not is_tree:
             systems[name] = system
             continue
@@ -123,8 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = choose_prompts(arguments.prompts or [BUNDLED], arguments.limit)
     else:
         prompts = [BenchPrompt(id="ids", ids=parse_ids(arguments.prompt_ids))]
-    temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
-    others = parse_others(arguments, chosen)
+    temperatures = list(dict.fromkeys(arguments.temperature))
+    seeds = list(dict.fromkeys(arguments.seed))
+    commands = parse_commands(arguments, chosen)
     out = files.local(arguments.out)
     files.check_output(out)
     with ExitStack() as stack:
@@ -132,15 +133,15 @@ def run(arguments: argparse.Namespace) -> int:
         records = bench_records.read_records(out) if out.is_file() else []
         measured = load_systems(arguments, chosen)
         base = measured[0]
-        for name, command in others.items():
+        for name, command in commands.items():
             program = stack.enter_context(Popen(shlex.split(command), bufsize=0, stdin=PIPE, stdout=PIPE))
             config = replace(base.config, builder="none")
             measured.append(Peer(name=name, model=base.model, config=config, command=command, program=program))
         refuse_mismatches(measured, prompts, records, out)
         files.write(out, "".join(json.dumps(record) + "\n" for record in records))  # drops a cut one
         output = stack.enter_context(open(out, "a", encoding="utf-8"))
-        known = tuple(records)
-        for record in harness.measure(measured, prompts, temperatures=temperatures, seeds=seeds, known=known):
+        earlier = tuple(records)
+        for record in harness.measure(measured, prompts, temperatures=temperatures, seeds=seeds, earlier=earlier):
             records.append(record)
             with files.errors_named(out):
                 output.write(json.dumps(record) + "\n")
@@ -149,17 +150,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def parse_others(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[str, str]:
+def parse_commands(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[str, str]:
     """Returns the commands of other programs, by name."""
-    others = dict[str, str]()
-    for other in arguments.other:
-        name, _, command = other.partition("=")
-        if not name or not command.strip() or name in (*others, *chosen):
-            raise ValueError(f"got --other {other!r}, expected NAME=COMMAND with a name that no other system has")
-        others[name] = command
-    if others and (max(arguments.temperature) > 0 or arguments.batch_size != 1):
+    commands = dict[str, str]()
+    for option in arguments.other:
+        name, _, command = option.partition("=")
+        if not name or not command.strip() or name in (*commands, *chosen):
+            raise ValueError(f"got --other {option!r}, expected NAME=COMMAND with a name that no other system has")
+        commands[name] = command
+    if commands and (max(arguments.temperature) > 0 or arguments.batch_size != 1):
         raise ValueError("got --other with a temperature above 0 or a batch, expected greedy decoding of single prompts")
-    return others
+    return commands
 
 
 def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
@@ -174,19 +175,19 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     labels = {label or name: name for label, name in (DRAFTER.fullmatch(word).groups() for word in words)}
     if len(labels) < len(words) or pairs.NO_DRAFTER in labels.values():
         raise ValueError(f"got --drafter {' '.join(words)}, expected one or more drafters of different labels")
-    listed, known = ("nodes", "temperature", "seed"), {*field_names(GenerateConfig, "drafting")}
-    shared = {key: value for key, value in option_values(arguments, GenerateConfig).items() if key not in listed}
+    of_each_system = ("nodes", "temperature", "seed")
+    shared = {key: value for key, value in option_values(arguments, GenerateConfig).items() if key not in of_each_system}
     systems: dict[str, System] = {}
     for label, drafter in labels.items():
         model = loading.load(**options | {"drafter": drafter})
         for other in systems.values():  # all share one copy of the verifier
             model.weights = model.weights.replace(verifier=other.model.weights.verifier)
-        missing = known - {*model.drafter.settings}
+        unsupported = {*field_names(GenerateConfig, "drafting")} - {*model.drafter.settings}
         for name, system in chosen.items():
-            if len(labels) > 1 and system.get("builder") != "chain" and any(system.get(key) for key in missing):
+            if len(labels) > 1 and system.get("builder") != "chain" and any(system.get(key) for key in unsupported):
                 continue
             settings = {"builder": "best-first"} | shared | system
-            dropped = {key for key in settings.keys() & missing if len(labels) > 1 or not settings[key]}
+            dropped = {key for key in settings.keys() & unsupported if len(labels) > 1 or not settings[key]}
             config = GenerateConfig(**{key: value for key, value in settings.items() if key not in dropped})
             ending = f", {label}" if len(labels) > 1 and config.builder != "none" else ""
             new = System(name=name + ending, model=model, config=config)
@@ -202,12 +203,14 @@ def refuse_mismatches(
         ours = {"system": system.name, "settings": system.settings(), **bench_records.environment(system.model)}
         bench_records.check_one_run([*earlier, ours], path)
     hashes = {record["prompt_id"]: record["prompt_hash"] for record in earlier}
-    model, new_tokens = systems[0].model, systems[0].config.max_new_tokens
+    model = systems[0].model
+    new_tokens = systems[0].config.max_new_tokens
     for prompt in prompts:
         if hashes.get(prompt.id, prompt.hash) != prompt.hash:
             raise ValueError(f"{path}: got another text for prompt {prompt.id!r} than in the file; write to another file")
-        last = make_chat(prompt, [""] * (len(prompt.turns) - 1))
-        length, most = len(model.encode(last)) + len(prompt.turns) * new_tokens, model.verifier.max_positions
-        if length > most:
+        last_turn = make_chat(prompt, [""] * (len(prompt.turns) - 1))
+        length = len(model.encode(last_turn)) + len(prompt.turns) * new_tokens
+        context = model.verifier.max_positions
+        if length > context:
             got = f"{length} tokens, {new_tokens} new ones a turn included"
-            raise ValueError(f"prompt {prompt.id!r}: got {got}, expected at most {most} (the verifier's context)")
+            raise ValueError(f"prompt {prompt.id!r}: got {got}, expected at most {context} (the verifier's context)")
