@@ -68,7 +68,8 @@ def _dequantized(raw: np.ndarray, type: gguf.GGMLQuantizationType) -> np.ndarray
 
     The package converts 16 rows of bytes at a time, in about ten NumPy calls. Short rows are therefore joined first.
     """
-    count, (block, size) = math.prod(raw.shape[:-1]), gguf.GGML_QUANT_SIZES[type]
+    count = math.prod(raw.shape[:-1])
+    block, size = gguf.GGML_QUANT_SIZES[type]
     most = max(1, JOINED_BYTES // raw.shape[-1])
     joined = next(joined for joined in range(most, 0, -1) if count % joined == 0)
     lines = np.ascontiguousarray(raw).reshape(count // joined, joined * raw.shape[-1])

@@ -78,22 +78,22 @@ def _tokenizer(file: File) -> Any:
     pairs = keys.value(list[str], "tokenizer.ggml.merges", None, "pairs of tokens like 'a b'", min_length=1)
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(pair.split(" ")) for pair in pairs]
-    known = all(len(merge) == 2 and {*merge, "".join(merge)} <= vocab.keys() for merge in merges)
-    if len(vocab) != len(tokens) or len(kinds) != len(tokens) or not known:
+    has_merged = all(len(merge) == 2 and {*merge, "".join(merge)} <= vocab.keys() for merge in merges)
+    if len(vocab) != len(tokens) or len(kinds) != len(tokens) or not has_merged:
         raise ValueError(f"{keys.where}: got a damaged vocabulary (repeated tokens, or lists that do not match)")
     keys.check_only({"tokenizer.ggml.add_eos_token": (False,)})
     if kind == "gemma4":
-        unknown = special_ids(file).get("unknown")
-        unknown = None if unknown is None else tokens[unknown]
-        made = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
-        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        made.normalizer = normalizers.Replace(" ", "▁")  # this kind has no pre-tokenizer
+        unknown_id = special_ids(file).get("unknown")
+        unknown = None if unknown_id is None else tokens[unknown_id]
+        tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")  # this kind has no pre-tokenizer
     else:
-        made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama3"))
-        made.decoder = decoders.ByteLevel()
-        made.pre_tokenizer, made.normalizer = _pre_tokenizer(kind)
+        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama3"))
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.pre_tokenizer, tokenizer.normalizer = _pre_tokenizer(kind)
     ends = end_ids(file)
-    made.add_tokens([
+    tokenizer.add_tokens([
         AddedToken(token, special=number == _CONTROL or i in ends, normalized=False)
         for i, (token, number) in enumerate(zip(tokens, kinds, strict=True))
         if number in (_CONTROL, _USER_DEFINED) or i in ends
@@ -101,13 +101,14 @@ def _tokenizer(file: File) -> Any:
     bos = special_ids(file).get("bos")
     if keys.truth("tokenizer.ggml.add_bos_token", kind in ("llama3", "gemma4")) and bos is not None:
         template = processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
-        made.post_processor = template
-    return made
+        tokenizer.post_processor = template
+    return tokenizer
 
 
 def special_ids(file: File) -> dict[str, int]:
     """Returns a file's ids of the "bos", "eos", "unknown" and "padding" tokens. Raises ValueError for bad ids."""
-    keys, tokens = file.keys, file.metadata.get("tokenizer.ggml.tokens")
+    keys = file.keys
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
     named = {role: f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown", "padding")}
     most = len(tokens) - 1 if tokens else INT32
     return {role: keys.integer(key, least=0, most=most) for role, key in named.items() if key in keys}
@@ -115,11 +116,11 @@ def special_ids(file: File) -> dict[str, int]:
 
 def end_ids(file: File) -> list[int]:
     """Returns the ids that end an answer: ids that the metadata names as ends, and ids of tokens with known texts."""
-    named = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
+    named = [file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     tokens = file.keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list") or []
     ends = {token: i for i, token in enumerate(tokens) if isinstance(token, str) and token in _ENDS}
-    inside = {token for token, others in _INSIDE.items() if any(other <= ends.keys() for other in others)}
-    return [*(i for i in named if i is not None), *(i for token, i in ends.items() if token not in inside)]
+    inside = {token for token, end_sets in _INSIDE.items() if any(end_set <= ends.keys() for end_set in end_sets)}
+    return [i for i in named if i is not None] + [i for token, i in ends.items() if token not in inside]
 
 
 def _pre_tokenizer(kind: str) -> tuple[Any, Any]:

@@ -61,7 +61,7 @@ def divide(
     tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: DTypeLike, mesh: Mesh | None
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """Returns specs and entries of weights as they are kept, and all tensors, including parts of kept weights."""
-    given = dict(tensors)
+    stored_parts = dict(tensors)
 
     def split(spec: Spec, entry: Entry) -> tuple[Any, Any]:
         names = entry.names(spec)
@@ -74,15 +74,19 @@ def divide(
         if "order" in located:
             located["order"] = Entry(f"{entry.name}.order")
         for name, (_, parts) in zip(names, stored, strict=True):
-            given[name] = parts.pop("values")
+            stored_parts[name] = parts.pop("values")
             for field, part in parts.items():
-                given[f"{name}.{field}"] = _fitted(part, located[field].disk_shape(getattr(weight, field)))
+                stored_parts[f"{name}.{field}"] = _fitted(part, located[field].disk_shape(getattr(weight, field)))
         return weight, weight.replace(**located)
 
     pairs = jax.tree.map(split, specs, entries, is_leaf=is_spec)
-    is_pair = lambda x: isinstance(x, tuple)  # noqa: E731
-    kept, located = (jax.tree.map(lambda pair, at=at: pair[at], pairs, is_leaf=is_pair) for at in (0, 1))
-    return kept, located, given
+
+    def is_pair(x: Any) -> bool:
+        return isinstance(x, tuple)
+
+    kept = jax.tree.map(lambda pair: pair[0], pairs, is_leaf=is_pair)
+    located = jax.tree.map(lambda pair: pair[1], pairs, is_leaf=is_pair)
+    return kept, located, stored_parts
 
 
 def _parts(
@@ -100,17 +104,17 @@ def _parts(
     is_permuted = tensor.order is not None
     if is_permuted and ("vocab" in spec.axes or spec.inputs[-1] != len(spec.shape) - 1):
         return None, {}
-    parts = {field: getattr(tensor, name) for field, name in _FACTORS.items()}
-    parts = {field: part for field, part in parts.items() if part is not None} | _numbers(tensor)
+    factors = {field: getattr(tensor, name) for field, name in _FACTORS.items()}
+    parts = {field: part for field, part in factors.items() if part is not None} | _numbers(tensor)
     inputs = tensor.get_shape()[-1]
-    made = {}
+    specs = {}
     for field, part in parts.items():
         counts = spec.shape if field == "values" else _count(spec, mesh, inputs, 1, inputs // part.get_shape()[-1])
-        made[field] = Spec(counts, spec.axes, "ones", dtype=jnp.dtype(_DTYPES[part.get_dtype()]))
+        specs[field] = Spec(counts, spec.axes, "ones", dtype=jnp.dtype(_DTYPES[part.get_dtype()]))
     if is_permuted:
         parts["order"] = ComputedTensor((inputs,), "I32", lambda _: tensor.order)
-        made["order"] = Spec((inputs,), (None,), dtype=jnp.dtype(jnp.int32))
-    return Quantized(**made, is_divisor=tensor.is_divisor, compute_dtype=jnp.dtype(dtype)), parts
+        specs["order"] = Spec((inputs,), (None,), dtype=jnp.dtype(jnp.int32))
+    return Quantized(**specs, is_divisor=tensor.is_divisor, compute_dtype=jnp.dtype(dtype)), parts
 
 
 def _count(spec: Spec, mesh: Mesh | None, inputs: int, *block: int) -> tuple[int, ...]:
@@ -154,8 +158,8 @@ def _fitted(part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _drop_inputs(spec: Spec, weight: Any) -> Any:
     """Removes the input axes from the scale of a weight that has a scale per channel and nothing else."""
-    if not isinstance(weight, Quantized) or any(weight.scale.shape[axis] > 1 for axis in spec.inputs):
+    if not isinstance(weight, Quantized) or len(jax.tree.leaves(weight)) > 2:
         return weight
-    if len(jax.tree.leaves(weight)) > 2:
+    if any(weight.scale.shape[axis] > 1 for axis in spec.inputs):
         return weight
     return weight.replace(scale=jnp.squeeze(weight.scale, spec.inputs))

@@ -28,6 +28,7 @@ CHECKED_AT_ONCE = 2**17
 READ_AT_ONCE = 2**20  # numbers to read before converting: new memory costs more time than reading
 FLOAT8 = "F8_E4M3"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_NARROW_FLOATS = (FLOAT8, "F8_E8M0", "F4")
 STORED_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8"}
 WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8", "I4")
 
@@ -97,30 +98,32 @@ def _read(
 
 
 def _check_finite(where: Path, name: str, part: np.ndarray) -> None:
-    has_others = not jnp.issubdtype(part.dtype, jnp.integer) and bits(part.dtype) > 4  # NaN or infinity
-    if has_others and not all_finite(part):
+    may_be_infinite = not jnp.issubdtype(part.dtype, jnp.integer) and bits(part.dtype) > 4
+    if may_be_infinite and not all_finite(part):
         raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {part.dtype}, expected numbers")
 
 
 def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: DTypeLike) -> None:
     """Raises ValueError if tensors are missing or unknown, or have another shape or type than `load` expects."""
-    wanted = {
-        name: (entry.disk_shape(spec), spec.dtype_in(dtype))
-        for spec, entry in pair_entries(specs, entries)
-        for name in entry.names(spec)
-    }
-    missing = sorted(set(wanted) - set(tensors))
+    expected: dict[str, tuple[tuple[int, ...], jnp.dtype]] = {}
+    for spec, entry in pair_entries(specs, entries):
+        for name in entry.names(spec):
+            expected[name] = entry.disk_shape(spec), spec.dtype_in(dtype)
+    missing = sorted(expected.keys() - tensors.keys())
     if missing:
         raise ValueError(f"{where}: tensors missing: {len(missing)}, the first is {missing[0]}")
-    unknown = sorted(n for n in set(tensors) - set(wanted) if not n.endswith("rotary_emb.inv_freq"))
+    unknown = sorted(name for name in tensors.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq"))
     unknown = [name for name in unknown if not name.endswith(".bias") or np.any(tensors[name][...])]  # GPTQ adds zeros
     if unknown:
         raise ValueError(f"{where}: unknown tensors: {len(unknown)}, the first is {clipped(unknown[0], LONGEST_VALUE)}")
-    for name, (shape, kind) in wanted.items():
+    for name, (shape, kind) in expected.items():
         tensor = tensors[name]
         if tuple(tensor.get_shape()) != shape:
             raise ValueError(f"{where}: tensor {name} has shape {list(tensor.get_shape())}, expected {list(shape)}")
-        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else (FLOAT8, "F8_E8M0", "F4") if kind.itemsize == 1 else _FLOATS
+        if jnp.issubdtype(kind, jnp.integer):
+            kinds = WHOLE
+        else:
+            kinds = _NARROW_FLOATS if kind.itemsize == 1 else _FLOATS
         if tensor.get_dtype() not in kinds:
             raise ValueError(f"{where}: tensor {name} has type {tensor.get_dtype()}, expected one of {kinds}")
 
@@ -155,15 +158,17 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
       plane: index along the tensor's first axis at which the weight is; None: the tensor has no additional axis.
     """
     view, part = entry.view(spec), entry.part[0]
-    first, *others = (slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order)
+    outermost, *inner = (slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order)
     height, width = math.prod(view[: entry.row_axes]), math.prod(view[entry.row_axes :])
     above, left = (part * height, 0) if entry.part_axis == 0 else (0, part * width)
     below = height // view[0]  # rows of the tensor for each index of the outermost axis
-    at = [slice(above + first.start * below, above + first.stop * below), slice(left, left + width)]
-    at = at if entry.row_axes < len(view) else at[:1]
-    at = [at[0], slice(0, 1), at[1]] if entry.has_middle else at
+    at = [slice(above + outermost.start * below, above + outermost.stop * below)]
+    if entry.has_middle:
+        at.append(slice(0, 1))
+    if entry.row_axes < len(view):
+        at.append(slice(left, left + width))
     block = source[tuple(at)] if plane is None else source[(slice(plane, plane + 1), *at)][0]
-    return block.reshape(-1, *view[1:])[(slice(None), *others)].transpose(np.argsort(entry.order))
+    return block.reshape(-1, *view[1:])[(slice(None), *inner)].transpose(np.argsort(entry.order))
 
 
 def are_equal(left: Tensor, right: Tensor) -> bool:
@@ -215,7 +220,8 @@ def save(path: Path, specs: Any, entries: Any, params: Params, dtype: DTypeLike)
     header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
     for name in names:
-        shape, begin = tensors[name][0].entry.disk_shape(tensors[name][0].spec), end
+        shape = tensors[name][0].entry.disk_shape(tensors[name][0].spec)
+        begin = end
         end += math.prod(shape) * kinds[name].itemsize
         header[name] = {"dtype": STORED_DTYPES[kinds[name].name], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

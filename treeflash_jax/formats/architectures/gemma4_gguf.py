@@ -45,13 +45,15 @@ def split_keys(keys: Keys, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
     Raises ValueError for lists that do not match, or a rotation that is not implemented.
     """
-    count, head_dim = keys.integer("block_count"), keys.integer("attention.key_length")
+    count = keys.integer("block_count")
+    head_dim = keys.integer("attention.key_length")
     pattern = keys.value(list[bool], "attention.sliding_window_pattern", None, "true or false for each layer")
     keys.expect(len(pattern) == count, "attention.sliding_window_pattern", pattern, f"one for each of {count} layers")
     types = [SLIDING if is_windowed else FULL for is_windowed in pattern]
     keys.expect({*types} == {FULL, SLIDING}, "attention.sliding_window_pattern", pattern, "layers of both kinds")
-    more = {name: keys.integer(key, 0, least=0) for name, key in _SIZES.items()}
-    num_shared, first_full = more["num_kv_shared_layers"], types.index(FULL)
+    hf_keys = {name: keys.integer(key, 0, least=0) for name, key in _SIZES.items()}
+    num_shared = hf_keys["num_kv_shared_layers"]
+    first_full = types.index(FULL)
     kv_heads = _by_layer(keys, "attention.head_count_kv", count)
     keys.expect(
         all(kv_heads[i] == kv_heads[types.index(kind)] for i, kind in enumerate(types)),
@@ -63,23 +65,23 @@ def split_keys(keys: Keys, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], 
     keys.expect(widths == expected, "feed_forward_length", widths, "one width, doubled in layers that share")
     is_same = f"blk.{first_full}.attn_v.weight" not in tensors
     keys.expect(is_same or len({*kv_heads}) == 1, "attention.head_count_kv", kv_heads, "one number for all layers")
-    more |= {
+    hf_keys |= {
         "layer_types": types,
         "global_head_dim": head_dim,
         "attention_k_eq_v": is_same,
         "num_global_key_value_heads": kv_heads[first_full],
         "use_double_wide_mlp": wide == 2,
-        "enable_moe_block": more["num_experts"] > 0,
+        "enable_moe_block": hf_keys["num_experts"] > 0,
         "sliding_window": keys.integer("attention.sliding_window"),
         "final_logit_softcapping": keys.number("final_logit_softcapping") if "final_logit_softcapping" in keys else None,
         "rope_parameters": _rotations(keys, head_dim, tensors.get(ROPE_DIVISORS)),
     }
-    if more["hidden_size_per_layer_input"]:
-        more["vocab_size_per_layer_input"] = tensors["token_embd.weight"].shape[0]
+    if hf_keys["hidden_size_per_layer_input"]:
+        hf_keys["vocab_size_per_layer_input"] = tensors["token_embd.weight"].shape[0]
     replaced = {name: keys.raw[key] for name, key in _OF_WINDOWS.items() if key in keys}
     replaced |= {"attention.head_count_kv": kv_heads[types.index(SLIDING)], "feed_forward_length": widths[0]}
     dropped = {*_SIZES.values(), *_OF_WINDOWS.values(), *_READ_HERE}
-    return {name: value for name, value in (keys.raw | replaced).items() if name not in dropped}, more
+    return {name: value for name, value in (keys.raw | replaced).items() if name not in dropped}, hf_keys
 
 
 def is_read(name: str, config: ModelConfig) -> bool:

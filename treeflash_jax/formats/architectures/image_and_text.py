@@ -42,13 +42,13 @@ def text_keys(keys: Keys) -> Keys:
     return Keys({**outside, **raw}, text.where)
 
 
-def text_tensors(config: ModelConfig, tensors: dict[str, Any], others: Collection[str]) -> dict[str, Any]:
-    """Returns the text model's tensors under the names of text-only files. Leaves out tensors that begin with `others`."""
-    for other in others:
-        if any(name.startswith(other) for name in tensors):
-            warn(f"{other}* of a {config.model_type} file is not read")
+def text_tensors(config: ModelConfig, tensors: dict[str, Any], unread: Collection[str]) -> dict[str, Any]:
+    """Returns the text model's tensors under the names of text-only files. Leaves out tensors that begin with `unread`."""
+    for prefix in unread:
+        if any(name.startswith(prefix) for name in tensors):
+            warn(f"{prefix}* of a {config.model_type} file is not read")
     return {
         name.replace("model.language_model.", "model.", 1): tensor
         for name, tensor in tensors.items()
-        if not name.startswith(tuple(others))
+        if not name.startswith(tuple(unread))
     }

@@ -31,13 +31,14 @@ def derive(keys: Keys, fields: Mapping[str, Any], default: int = 128) -> dict[st
     """Returns the number of experts (`default` if a file does not state it) and the dense layers."""
     _, key = find_key((keys, "num_experts"), (keys, "num_local_experts"))
     experts = keys.integer(key, least=0, most=MAX_EXPERTS) if key in keys else default
-    count, step = fields["num_layers"], keys.integer("decoder_sparse_step", 1)
+    count = fields["num_layers"]
+    step = keys.integer("decoder_sparse_step", 1)
     listed = keys.ids("mlp_only_layers", INT32, required=False)
     keys.expect(max(listed, default=0) < count, "mlp_only_layers", list(listed), f"layers from 0 to {count - 1}")
     if experts == 0:
         return {}
-    each = fields["experts_per_token"]
-    keys.expect(each <= experts, "num_experts_per_tok", each, f"at most {experts}, the number of experts")
+    per_token = fields["experts_per_token"]
+    keys.expect(per_token <= experts, "num_experts_per_tok", per_token, f"at most {experts}, the number of experts")
     dense = tuple(i for i in range(count) if i in listed or (i + 1) % step)
     return {"num_experts": experts, "dense_layers": dense}
 

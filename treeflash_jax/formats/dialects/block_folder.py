@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class BlockFolder(Dialect):
         table, key = find_key((keys, "block_size"), (dflash, "block_size"))
         block_size = table.integer(key, least=2, most=MAX_NODES)
         keys.expect(not sliding or window >= block_size, "sliding_window", window, f"at least block_size {block_size}")
-        table, key = find_key(*((table, key) for table in (keys, dflash) for key in ALIGNMENT))
+        table, key = find_key(*product((keys, dflash), ALIGNMENT))
         shifted = table.truth(key) if key in table else self.shifted
         if shifted is None:
             why = "whether slot i of the block predicts draft depth i (true) or i - 1 (false)"
@@ -128,9 +129,10 @@ class BlockFolder(Dialect):
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
         )
-        head = {"head": MARGINAL} | self.read_head(keys, dflash, config)
-        usual = {"candidates": self.candidates or HEADS[head["head"]].candidates}
-        return replace(config, **usual | head | read_our_fields(keys, self.our_names, self.other_names))
+        head_fields = {"head": MARGINAL} | self.read_head(keys, dflash, config)
+        candidates = self.candidates or HEADS[head_fields["head"]].candidates
+        stated = read_our_fields(keys, self.our_names, self.other_names)
+        return replace(config, **{"candidates": candidates} | head_fields | stated)
 
     def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         """Returns the fields of BlockDrafter that the head determines."""
@@ -192,8 +194,11 @@ class DFlashFolder(BlockFolder):
                 f"got a {config.head} head, expected {expected}: {self.name} files cannot store it; "
                 "`treeflash convert --drop-head` removes it"
             )
-        if others := [name for name in config.extras if name not in self.options]:
-            raise ValueError(f"got a drafter with {' and '.join(others)}, expected none: {self.name} files cannot store it")
+        unsupported = [name for name in config.extras if name not in self.options]
+        if unsupported:
+            raise ValueError(
+                f"got a drafter with {' and '.join(unsupported)}, expected none: {self.name} files cannot store it"
+            )
         # Of all verifiers, only Gemma has a factor or a cap; the factor is 1 until the drafter is fitted to its verifier.
         has_factor = config.embedding_factor != 1 or config.logit_cap or "gemma" in " ".join(config.verifier).lower()
         if has_factor and config.scales_embeddings != self.scales_embeddings:
@@ -231,17 +236,18 @@ class TreeFlashFolder(DFlashFolder):
     def read_head(self, keys: Keys, dflash: Keys, config: BlockDrafter) -> dict[str, Any]:
         treeflash = keys.table(OUR_KEY)
         heads = {head.file_name: name for name, head in HEADS.items()}
-        head = treeflash.raw.get("ar_approximation")
-        is_known = isinstance(head, str | None) and head in heads
-        treeflash.expect(is_known, "ar_approximation", head, f"one of {list(heads)}")
-        usual = HEADS[heads[head]].sizes(config)
-        if usual is None or "head_sizes" not in treeflash:
-            return {"head": heads[head]}
-        sizes = treeflash.table("head_sizes")
-        sizes.check_known(asdict(usual))
-        read = {int: partial(sizes.integer, least=0), float: sizes.number}
-        given = {name: read[type(value)](name) for name, value in asdict(usual).items() if name in sizes}
-        return {"head": heads[head], "head_sizes": replace(usual, **given)}
+        file_name = treeflash.raw.get("ar_approximation")
+        is_known = isinstance(file_name, str | None) and file_name in heads
+        treeflash.expect(is_known, "ar_approximation", file_name, f"one of {list(heads)}")
+        head = heads[file_name]
+        default_sizes = HEADS[head].sizes(config)
+        if default_sizes is None or "head_sizes" not in treeflash:
+            return {"head": head}
+        table = treeflash.table("head_sizes")
+        table.check_known(asdict(default_sizes))
+        read = {int: partial(table.integer, least=0), float: table.number}
+        stated = {name: read[type(value)](name) for name, value in asdict(default_sizes).items() if name in table}
+        return {"head": head, "head_sizes": replace(default_sizes, **stated)}
 
     def to_hf(self, config: BlockDrafter) -> dict[str, Any]:
         raw = super().to_hf(config)

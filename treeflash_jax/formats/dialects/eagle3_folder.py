@@ -77,13 +77,18 @@ class Eagle3(Dialect):
         inside = keys.table("eagle_config")
         inside.check_known({self.ids_key, "use_aux_hidden_state"})
         inside.check_only({"use_aux_hidden_state": (True, None)})
-        ids = next((table.ids(self.ids_key, INT32) for table in (inside, keys) if self.ids_key in table), None)
+        ids = None
+        if self.ids_key in inside or self.ids_key in keys:
+            ids = (inside if self.ids_key in inside else keys).ids(self.ids_key, INT32)
         is_output = not self.ids_are_inputs or ids is None or 0 not in ids  # input 0 is not the output of a layer
         keys.expect(is_output, self.ids_key, ids, "ids from 1: they are read as inputs of layers")
+        taps = ids
+        if ids is not None and self.ids_are_inputs:
+            taps = tuple(i - 1 for i in ids)
         return Eagle3Drafter(
             layers=layers,
             target_hidden_size=target,
-            taps=ids if ids is None or not self.ids_are_inputs else tuple(i - 1 for i in ids),
+            taps=taps,
             num_taps=3 if ids is None else len(ids),
             draft_vocab_size=draft_vocab_size,
             own_embedding=target != layers.hidden_size or "embed_tokens.weight" in tensor_files.names(folder),
@@ -94,10 +99,13 @@ class Eagle3(Dialect):
 
     def _layers(self, keys: Keys) -> ModelConfig:
         """Returns the sizes of the layer. Raises ValueError for several layers, and for keys that are not implemented."""
-        inside, known = Keys({"model_type": self.layer_type, **keys.raw}, keys.where), {*self.known, OUR_KEY}
+        known = {*self.known, OUR_KEY}
         if self.is_nested:
             keys.check_known(known)
-            inside, known = keys.table("transformer_layer_config", required=True), set()
+            inside = keys.table("transformer_layer_config", required=True)
+            known = set()
+        else:
+            inside = Keys({"model_type": self.layer_type, **keys.raw}, keys.where)
         num_layers = inside.integer("num_hidden_layers", 1)
         keys.expect(num_layers == 1, "num_hidden_layers", num_layers, "1: only one layer is implemented")
         architecture = architectures.recognise(inside)
@@ -112,8 +120,11 @@ class Eagle3(Dialect):
         return speculators.without_lists(path, config, tensors)
 
     def entries(self, config: Eagle3Drafter, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        prefixes = (p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
-        prefix = next(prefixes, self.prefix)
+        prefix = self.prefix
+        for stored in ("midlayer.", "layers.0."):
+            if any(name.startswith(stored) for name in names):
+                prefix = stored
+                break
         layer = {**ARCHITECTURES[config.layers.model_type].layer, "hidden_norm": Entry("hidden_norm.weight")}
         entries: dict[str, Any] = {name: OUTSIDE[name] for name in specs if name in OUTSIDE}
         entries["layer"] = {name: replace(layer[name], name=prefix + layer[name].name) for name in specs["layer"]}

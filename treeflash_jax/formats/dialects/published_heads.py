@@ -169,6 +169,7 @@ class Squeezed:
 def read_convolution(dflash: Keys, config: BlockDrafter) -> dict[str, int]:
     """Returns the channels per group of DFlash2's convolutions."""
     dflash.check_only({"conv_kernel_size": (2,)})
-    group, width = dflash.integer("conv_group_size"), config.layers.hidden_size
+    group = dflash.integer("conv_group_size")
+    width = config.layers.hidden_size
     dflash.expect(width % group == 0, "conv_group_size", group, f"a divisor of {width}")
     return {"conv_group": group}

@@ -59,10 +59,10 @@ def without_lists(path: Path, config: Any, tensors: dict[str, Tensor]) -> dict[s
     """
     vocab_size = config.layers.vocab_size
     size = config.draft_vocab_size or vocab_size
-    others = {name: tensor for name, tensor in tensors.items() if name not in ("t2d", "d2t")}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in ("t2d", "d2t")}
     t2d, d2t = tensors.get("t2d"), tensors.get("d2t")
     if d2t is None:
-        return others
+        return weights
     if tuple(d2t.get_shape()) != (size,):
         raise ValueError(f"{path}: tensor d2t has shape {list(d2t.get_shape())}, expected [{size}] (draft_vocab_size)")
     ids_z = np.arange(size) + np.asarray(d2t[0:size]).astype(np.int64)
@@ -75,7 +75,7 @@ def without_lists(path: Path, config: Any, tensors: dict[str, Tensor]) -> dict[s
         is_list = tuple(t2d.get_shape()) == (vocab_size,)
         if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
             raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")
-    return others if size == vocab_size else others | {"d2t": d2t}
+    return weights if size == vocab_size else weights | {"d2t": d2t}
 
 
 class SpeculatorsBlock(BlockFolder):
@@ -97,9 +97,9 @@ class SpeculatorsBlock(BlockFolder):
         return Dialect.recognises(self, path, keys) and keys.raw["speculators_model_type"] == self.algorithm
 
     def read_config(self, path: Path, keys: Keys) -> BlockDrafter:
-        moved = ("mask_token_id", "projector_type", *ALIGNMENT, *self.head_keys)  # others have these in dflash_config
-        others = "aux_hidden_state_layer_ids", "max_anchors", "sliding_window_non_causal"
-        keys.check_known({*KEYS, *OUTSIDE, *moved, *others})
+        moved = ("mask_token_id", "projector_type", *ALIGNMENT, *self.head_keys)  # in dflash_config in other dialects
+        read_here = ("aux_hidden_state_layer_ids", "max_anchors", "sliding_window_non_causal")
+        keys.check_known({*KEYS, *OUTSIDE, *moved, *read_here})
         layers = keys.table("transformer_layer_config", required=True).raw
         vocab_size = layers.get("vocab_size")
         if not self.has_draft_vocabulary:

@@ -27,8 +27,7 @@ class CompressedTensors(QuantMethod):
         sparsity = config.raw.get("sparsity_config") or {}
         config.expect(sparsity.get("format", "dense") == "dense", "sparsity_config", sparsity, "the format 'dense'")
         file_format = config.raw.get("format", FORMATS[0])
-        expected = f"one of {', '.join(FORMATS)}"
-        expected = f"{expected}: load the model's bfloat16 files"
+        expected = f"one of {', '.join(FORMATS)}: load the model's bfloat16 files"
         groups = config.table("config_groups")
         for name in groups.raw:
             group = groups.table(name)

@@ -43,12 +43,13 @@ def check_block_size(config: Keys) -> None:
 
 def _block_size(config: Mapping[str, Any]) -> Any:
     """Returns the configured numbers of outputs and inputs of a block, by default 128 and 128."""
+    sizes = [config.get("weight_block_size")]
     groups = config.get("config_groups")
-    weights = (
-        [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    )
-    sizes = [group.get("block_structure") for group in weights if isinstance(group, dict)]
-    return next(filter(None, [config.get("weight_block_size"), *sizes]), [quantized.SCALE_BLOCK] * 2)
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            sizes.append(weights.get("block_structure"))
+    return next(filter(None, sizes), [quantized.SCALE_BLOCK] * 2)
 
 
 def join_scales(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
