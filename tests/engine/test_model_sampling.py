@@ -33,7 +33,7 @@ def test_values_are_taken_and_others_named(content, expected, words):
     assert config == tf.GenerateConfig(sampling="model", **expected) and words in note
     given, note = take_recommended(tf.GenerateConfig(temperature=0.3), content)
     assert given.temperature == 0.3 and "temperature 0" not in note, "what a call sets stays"
-    given, note = take_recommended(tf.GenerateConfig(), content, given={"temperature"})
+    given, note = take_recommended(tf.GenerateConfig(), content, keywords={"temperature"})
     assert given.temperature == 0.0 and "temperature" not in note, "also if that is the default"
 
 

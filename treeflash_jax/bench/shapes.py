@@ -235,7 +235,9 @@ def short_name(path: str) -> str:
     if path in SHAPES:
         return path
     file = Path(path).absolute() if Path(path).exists() else Path(path)
-    return file.parent.name if file.name == "config.json" else file.stem if file.is_file() else file.name
+    if file.name == "config.json":
+        return file.parent.name
+    return file.stem if file.is_file() else file.name
 
 
 def random_pair(

@@ -171,7 +171,8 @@ def _choose_schemes(
     drafted = pair.drafter.stored_scheme() if drafter and drafter.keeps_weights else None
     if requested is None:
         return keep_if_it_pays(pair.verifier.stored_scheme()), keep_if_it_pays(drafted)
-    return None if requested == NO_SCHEME else requested, drafted if kept_weights.can_keep(requested, drafted) else None
+    scheme = None if requested == NO_SCHEME else requested
+    return scheme, drafted if kept_weights.can_keep(requested, drafted) else None
 
 
 def _fit_drafter(pair: _Pair, thinking: bool) -> Drafter | None:

@@ -73,8 +73,10 @@ class TreeFlash:
     recommended: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = (*self.tokenizer.stop_ids, *find_format(self.tokenizer).stop_ids) if self.tokenizer else ()
-        self.stop_ids = tuple(sorted({*self.stop_ids, *known}))
+        stop_ids = {*self.stop_ids}
+        if self.tokenizer:
+            stop_ids |= {*self.tokenizer.stop_ids, *find_format(self.tokenizer).stop_ids}
+        self.stop_ids = tuple(sorted(stop_ids))
         self.device = sharding.device(self.mesh)
 
     def __repr__(self) -> str:

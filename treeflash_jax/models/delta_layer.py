@@ -189,9 +189,10 @@ def _project(params: Params, config: ModelConfig, x_btd: jax.Array) -> tuple[jax
 
 def _heads(config: ModelConfig, qkv_btc: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries and keys of length 1, [b, t, g, e], and values [b, t, h, f]."""
-    sizes, place = config.delta, qkv_btc.shape[:2]
+    sizes = config.delta
+    batch_and_length = qkv_btc.shape[:2]
     keys = sizes.key_heads * sizes.key_dim
     q_btc, k_btc, v_btc = _split(config, qkv_btc, keys, keys)
-    q_btge, k_btge = (x.reshape(*place, sizes.key_heads, sizes.key_dim) for x in (q_btc, k_btc))
+    q_btge, k_btge = (x.reshape(*batch_and_length, sizes.key_heads, sizes.key_dim) for x in (q_btc, k_btc))
     q_btge, k_btge = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q_btge, k_btge))
-    return q_btge, k_btge, v_btc.reshape(*place, sizes.value_heads, sizes.value_dim)
+    return q_btge, k_btge, v_btc.reshape(*batch_and_length, sizes.value_heads, sizes.value_dim)

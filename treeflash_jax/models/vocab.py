@@ -125,8 +125,8 @@ def put(scores: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     if mesh is None:
         return local(scores, ids, values)
     leading = _batch_spec(mesh, scores.shape[:-1])
-    few, whole = PartitionSpec(*leading, None), PartitionSpec(*leading, AXIS)
-    return sharding.per_device(local, mesh, (whole, few, few), whole)(scores, ids, values)
+    of_scores, of_ids = PartitionSpec(*leading, AXIS), PartitionSpec(*leading, None)
+    return sharding.per_device(local, mesh, (of_scores, of_ids, of_ids), of_scores)(scores, ids, values)
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
@@ -233,8 +233,8 @@ def filter_threshold(
 
     kth = _bisect(lambda cut: jnp.sum(at_least(cut), axis=-1) >= top_k, logits)
     kth = jnp.where(top_k > 0, kth, lowest)
-    wanted = top_p * mass(kth)
-    crossing = _bisect(lambda cut: mass(cut) >= wanted, logits)
+    kept_mass = top_p * mass(kth)
+    crossing = _bisect(lambda cut: mass(cut) >= kept_mass, logits)
     crossing = jnp.minimum(crossing, ordered(peak[..., 0]))  # if p is below the smallest float, keeps the likeliest token
     kept = jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth)
     rounded = least.astype(logits.dtype)
@@ -276,8 +276,8 @@ def _wide(x: jax.Array) -> jax.Array:
 def _vocab_mesh(size: int) -> AbstractMesh | None:
     """Returns the ambient mesh if its model axis splits a vocabulary of this size, else None."""
     mesh = sharding.current()
-    ways = 1 if mesh is None else dict(mesh.shape).get(AXIS, 1)
-    return mesh if ways > 1 and size % ways == 0 else None
+    num_shards = 1 if mesh is None else dict(mesh.shape).get(AXIS, 1)
+    return mesh if num_shards > 1 and size % num_shards == 0 else None
 
 
 def _batch_spec(mesh: AbstractMesh, shape: tuple[int, ...]) -> PartitionSpec:

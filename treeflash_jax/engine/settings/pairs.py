@@ -35,7 +35,10 @@ def locate(
     is_shipped = part == "drafter" and str(name) in DRAFTERS
     if not is_shipped and str(name) in VERIFIERS:
         return VERIFIERS[str(name)](revision, local_files_only)
-    path = DRAFTERS[str(name)] if is_shipped else files.fetch(str(name)) if "://" in str(name) else Path(name)
+    if is_shipped:
+        path = DRAFTERS[str(name)]
+    else:
+        path = files.fetch(str(name)) if "://" in str(name) else Path(name)
     if os.path.exists(path):
         _refuse_revision(revision, name, part)
     if os.path.isdir(path):  # unlike Path.is_dir, False for invalid names

@@ -85,9 +85,10 @@ def resolve(
     expect((config.lanes or 0) < limit, "lanes", config.lanes, f"at most {limit - 1}: the nodes below the root")
     if "lanes" in builder.reads and config.lanes is None:
         shape = replace(shape, lanes=defaults.choose_lanes(drafter, limit, table))
-    given = {setting: getattr(config, setting) for setting in drafter.settings if getattr(config, setting) is not None}
+    values = {setting: getattr(config, setting) for setting in drafter.settings}
+    by_call = {setting: value for setting, value in values.items() if value is not None}
     by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, limit, table)
-    draft = drafter.configured(**by_device | given)
+    draft = drafter.configured(**by_device | by_call)
     num_nodes = builder.size(draft.num_depths, limit, shape)
     shared = replace(shared, loaded_drafter=drafter)
     return replace(plan, shared=shared, configured_drafter=draft, builder=name, num_nodes=num_nodes, shape=shape, rule=rule)
@@ -115,8 +116,8 @@ def _why_plain(
 
 def _check_settings(config: GenerateConfig, drafter: Drafter, name: str, builder: Builder) -> None:
     """Raises ValueError for settings that the drafter or the builder would ignore."""
-    others = [setting for setting in DRAFTING if setting not in drafter.settings]
-    _refuse(config, others, f"drafters of kind {drafter.kind!r} have no such setting; leave it out")
+    unsupported = [setting for setting in DRAFTING if setting not in drafter.settings]
+    _refuse(config, unsupported, f"drafters of kind {drafter.kind!r} have no such setting; leave it out")
     for setting in (field.name for field in fields(TreeShape) if field.name not in builder.reads):
         readers = " or ".join(repr(other) for other in BUILDERS if setting in BUILDERS[other].reads)
         _refuse(config, [setting], f"builder {name!r} does not use it; leave it out, or use builder {readers}")

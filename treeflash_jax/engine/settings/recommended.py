@@ -18,7 +18,7 @@ IGNORED_KEYS = """do_sample bos_token_id eos_token_id pad_token_id decoder_start
 
 
 def call_settings(
-    config: GenerateConfig | None, given: Mapping[str, Any], recommended: Mapping[str, Any], name: str
+    config: GenerateConfig | None, keywords: Mapping[str, Any], recommended: Mapping[str, Any], name: str
 ) -> GenerateConfig:
     """Returns the settings of a call: those given by name, of `config`, and with `sampling="model"` of the model.
 
@@ -28,22 +28,22 @@ def call_settings(
     Raises UnknownSetting, and ValueError for wrong values.
     """
     coerce(GenerateConfig | None, config, "config", says="a GenerateConfig; settings are given by name")
-    config = with_settings(config, given)
+    config = with_settings(config, keywords)
     if config.sampling == "model":
-        config, note = take_recommended(config, recommended, given)
+        config, note = take_recommended(config, recommended, keywords)
         warn(f"{name or 'the model'}: {note}")  # chats and servers come here for every answer
     return config
 
 
 def take_recommended(
-    config: GenerateConfig, recommended: Mapping[str, Any], given: Collection[str] = ()
+    config: GenerateConfig, recommended: Mapping[str, Any], keywords: Collection[str] = ()
 ) -> tuple[GenerateConfig, str]:
     """Returns settings with the model's own values in place of defaults (`sampling="model"`), and a line that reports them.
 
     Args:
       recommended: content of a generation_config.json. As in transformers, its temperature applies only if `do_sample` is
         true, and is then 1 if it is absent.
-      given: names of the settings that the call gives. They stay as they are, even if they equal the defaults.
+      keywords: names of the settings that the call gives. They stay as they are, even if they equal the defaults.
 
     Raises ValueError for values outside the limits of the settings.
     """
@@ -52,16 +52,16 @@ def take_recommended(
         values.setdefault("temperature", 1.0)
     else:
         values.pop("temperature", None)
-    values = {name: value for name, value in values.items() if name not in {*given, *changed(config)}}
+    values = {name: value for name, value in values.items() if name not in {*keywords, *changed(config)}}
     try:
         config = replace(config, **values)
     except ValueError as error:
         raise ValueError(f"generation_config.json: {error}") from None
     note = ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing"
-    others = [
-        name for name in recommended if not name.startswith("_") and name not in (*RECOMMENDED_SETTINGS, *IGNORED_KEYS)
-    ]
-    # In transformers, 0, 1 and empty values turn a setting off.
-    others = [name for name in others if recommended[name] not in (None, False, 0, 1, "", [], {})]
-    ignored = f"; not implemented and ignored: {', '.join(others)}" if others else ""
+    unsupported = []
+    for name, value in recommended.items():
+        is_known = name.startswith("_") or name in (*RECOMMENDED_SETTINGS, *IGNORED_KEYS)
+        if not is_known and value not in (None, False, 0, 1, "", [], {}):  # in transformers, these turn a setting off
+            unsupported.append(name)
+    ignored = f"; not implemented and ignored: {', '.join(unsupported)}" if unsupported else ""
     return config, clipped(f"sampling 'model' takes {note} from generation_config.json{ignored}")

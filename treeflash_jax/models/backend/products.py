@@ -56,8 +56,8 @@ def dense_product(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLi
 
 def is_one_vector(x: jax.Array, num_axes: int) -> bool:
     """Returns whether each device has a single vector; the first `num_axes` axes of `x` are the axes of vectors."""
-    first, *others = x.shape[:num_axes] or (1,)
-    return sharding.per_shard(first, sharding.current()) * math.prod(others) == 1
+    batch, *lengths = x.shape[:num_axes] or (1,)
+    return sharding.per_shard(batch, sharding.current()) * math.prod(lengths) == 1
 
 
 def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
@@ -211,14 +211,17 @@ def _backward_on_cpu(equation: str, x: jax.Array, weight: jax.Array, grad: jax.A
     x_ni, matrix, inputs_first, _ = _as_matrices(equation, x, weight)
     grad_no = grad.reshape(x_ni.shape[0], -1)
     grad_x = _padded_product("no,io->ni" if inputs_first else "no,oi->ni", grad_no, matrix)
-    grad_weight = _sum_over_vectors(*((x_ni, grad_no) if inputs_first else (grad_no, x_ni)))
+    left, right = (x_ni, grad_no) if inputs_first else (grad_no, x_ni)
+    grad_weight = _sum_over_vectors(left, right)
     return grad_x.reshape(x.shape), grad_weight.reshape(weight.shape)
 
 
 def _as_matrices(equation: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, bool, tuple[int, ...]]:
     """Returns [n, i], [i, o] or [o, i], whether the weight's first axes are summed over, and the shape of the product."""
-    summed, weight_axes = _summed_axes(equation), equation.split("->")[0].split(",")[1]
-    kept, size = x.ndim - len(summed), math.prod(x.shape[x.ndim - len(summed) :])
+    summed = _summed_axes(equation)
+    weight_axes = equation.split("->")[0].split(",")[1]
+    kept = x.ndim - len(summed)
+    size = math.prod(x.shape[kept:])
     inputs_first = weight_axes.startswith(summed)
     outputs = weight.shape[len(summed) :] if inputs_first else weight.shape[: weight.ndim - len(summed)]
     matrix = weight.reshape((size, -1) if inputs_first else (-1, size))
