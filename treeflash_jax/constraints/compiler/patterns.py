@@ -26,6 +26,8 @@ LONG_CATEGORIES = {
     "Punctuation": "P", "Symbol": "S", "Separator": "Z", "Mark": "M", "Other": "C",
 }  # fmt: skip
 COUNT = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
+COUNT_WITHOUT_MINIMUM = re.compile(r"\{,([0-9]*)\}")  # of Python and Rust
+POSIX_CLASS = re.compile(r"\[:\^?[a-z]+:\]")
 MOST_REPEATED = 10_000
 MOST_SEQUENCES = 1_000
 
@@ -134,6 +136,8 @@ class _Parser:
             item = self._read_group(start)
         elif char in "*+?" or (char == "{" and self._is_count(start)):
             self.refuse(f"{char} without anything before it", start)
+        elif count := COUNT_WITHOUT_MINIMUM.match(self.pattern, start):
+            self.refuse(f"{count[0]} (write {{0,{count[1]}}})", start)
         else:
             item = self.writer(self._read_class() if char == "[" else self._read_character(char, start))
         return self._read_count(item)
@@ -282,6 +286,8 @@ class _Parser:
         at = self.at
         if self.at == len(self.pattern):
             self.refuse("an unmatched [", start)
+        if posix_class := POSIX_CLASS.match(self.pattern, at):
+            self.refuse(f"{posix_class[0]} (write \\p{{L}}, \\d, \\s or the characters)", at)
         char = self.take()
         if char != "\\":
             return ((ord(char), ord(char)),)
