@@ -99,7 +99,8 @@ def as_compiled(*programs: Program, clock: Clock) -> Iterator[Program]:
 
 
 def _wait_for(program: Program, unfinished: Sequence[Program], clock: Clock) -> None:
-    name, since = program.function.__name__, time.perf_counter()
+    name = program.function.__name__
+    since = time.perf_counter()
     text = f"compiling {name.replace('_', ' ')}"
     if len(unfinished) > 1:
         text += f", {unfinished.index(program) + 1} of {len(unfinished)}"
@@ -134,9 +135,9 @@ def start_compiling(
         labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
         _programs[key] = program = Program(function, futures.Future(), labels, last_use=next(_uses))
     try:
-        of_products = _precision(leaves, mesh)
+        product_precision = _precision(leaves, mesh)
         with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
-            with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
+            with sharding.ambient(mesh), jax.default_matmul_precision(product_precision):
                 lowered = function.lower(*args, **static)
     except BaseException as error:
         with _changing:
@@ -144,7 +145,7 @@ def start_compiling(
         program.future.set_exception(error)
         raise
     if _takes_no_four_bits(mesh, leaves):
-        program.future.set_result(functools.partial(_call_jitted, function, mesh, of_products, static))
+        program.future.set_result(functools.partial(_call_jitted, function, mesh, product_precision, static))
         return program
     thread = futures.ThreadPoolExecutor(1)
     thread.submit(_compile_into, program.future, lowered, mesh, function)

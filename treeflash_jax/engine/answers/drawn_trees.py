@@ -45,10 +45,14 @@ class DraftAgain:
     """
 
     def __init__(self, model: AnsweringModel, scheduler: Scheduler, request: Request):
-        self._model, self._request = weakref.ref(model), request
-        self._plan, self._can_cut = scheduler.runner.plan, scheduler.runner.can_cut
-        self._sizes, self._capacity = scheduler.sizes, scheduler.state.capacity
-        self._tree_selector = scheduler.runner.weights.tree_selector
+        runner = scheduler.runner
+        self._model = weakref.ref(model)
+        self._request = request
+        self._plan = runner.plan
+        self._can_cut = runner.can_cut
+        self._tree_selector = runner.weights.tree_selector
+        self._sizes = scheduler.sizes
+        self._capacity = scheduler.state.capacity
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -170,7 +174,9 @@ class DrawnTree:
         lines = []
         for node, indent in self._lines():
             label = escape(self._label(node))
-            lines.append(escape(indent) + (f'<b style="color: #1a7f37">{label}</b>' if self.accepted[node] else label))
+            if self.accepted[node]:
+                label = f'<b style="color: #1a7f37">{label}</b>'
+            lines.append(escape(indent) + label)
         return '<pre style="line-height: 1.2">' + "\n".join(lines) + "</pre>"
 
     def _lines(self) -> Iterator[tuple[int, str]]:
