@@ -186,8 +186,13 @@ class _Parser:
         end = self.pattern.find("}", self.at)
         least, comma, most = self.pattern[self.at + 1 : end].partition(",")
         self.at = end + 1
-        least, most = (number.lstrip("0")[:9] or number[:1] for number in (least, most))  # Python reads no longer ones
-        return int(least), int(most) if most else None if comma else int(least)
+        if not comma:
+            most = least
+
+        def read(digits: str) -> int:
+            return int(digits.lstrip("0")[:9] or 0)  # more digits change nothing, and Python reads at most 4,300
+
+        return read(least), read(most) if most else None
 
     def _is_count(self, at: int) -> bool:
         """Returns whether a quantifier such as {2}, {2,} or {2,3} stands at a position."""
@@ -215,7 +220,10 @@ class _Parser:
             point = self._read_hex(2, start)
         elif char == "u":
             point = self._read_unicode(start)
-        elif char == "c" and (letter := self.take()).isascii() and letter.isalpha():
+        elif char == "c":
+            letter = self.take()
+            if not (letter.isascii() and letter.isalpha()):
+                self.refuse("the unknown escape \\c", start)
             point = ord(letter) % 32
         elif char.isdigit() or char == "k":
             self.refuse("a back reference, which cannot be followed,", start)
@@ -266,20 +274,15 @@ class _Parser:
         is_inverted = self.skip("^")
         ranges: list[tuple[int, int]] = []
         while not self.skip("]"):
-            first = self._read_member(start)
+            members = self._read_member(start)
             if self.pattern.startswith("-", self.at) and not self.pattern.startswith("-]", self.at):
                 self.at += 1
                 last = self._read_member(start)
-                if (
-                    len(first) != 1
-                    or first[0][0] != first[0][1]
-                    or len(last) != 1
-                    or last[0][0] != last[0][1]
-                    or first > last
-                ):
+                are_characters = all(len(end) == 1 and end[0][0] == end[0][1] for end in (members, last))
+                if not are_characters or members > last:
                     self.refuse("a range without two ends in order", start)
-                first = ((first[0][0], last[0][0]),)
-            ranges += first
+                members = ((members[0][0], last[0][0]),)
+            ranges += members
         return invert(merge(ranges)) if is_inverted else merge(ranges)
 
     def _read_member(self, start: int) -> Ranges:
