@@ -89,6 +89,50 @@ def test_threads_share_programs(monkeypatch):
     assert results == [1, 2] and len(compiled) == 2
 
 
+def test_calls_go_on_while_another_thread_traces():
+    """Regression: a thread that met a new shape stopped all calls. Another call of the new program shares it."""
+    is_tracing, may_go_on, traces = threading.Event(), threading.Event(), []
+
+    def square(x):
+        traces.append(x)
+        is_tracing.set()
+        assert may_go_on.wait(10), "no call went on"
+        return x * x
+
+    jitted, increase = jax.jit(square), jax.jit(lambda x: x + 1)
+    programs.call(increase, jnp.int32(0))
+    with ThreadPoolExecutor(2) as pool:
+        squared = pool.submit(programs.call, jitted, jnp.int32(3))
+        assert is_tracing.wait(10)
+        assert pool.submit(programs.call, increase, jnp.int32(1)).result(5) == 2
+        shared = programs.start_compiling(jitted, jnp.int32(4))
+        assert not squared.done() and not shared.future.done()
+        may_go_on.set()
+        assert (squared.result(10), shared.executable(jnp.int32(4)), len(traces)) == (9, 16, 1)
+
+
+def test_threads_that_wait_for_a_program_get_its_error():
+    """The next call traces it again."""
+    is_tracing, may_fail, traces = threading.Event(), threading.Event(), []
+
+    def fail(x):
+        traces.append(x)
+        is_tracing.set()
+        may_fail.wait(10)
+        raise ValueError("no such shape")
+
+    jitted = jax.jit(fail)
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(programs.call, jitted, jnp.int32(3))
+        assert is_tracing.wait(10)
+        waiting = programs.start_compiling(jitted, jnp.int32(3))
+        may_fail.set()
+        for fails in (failing.result, lambda: waiting.future.result(10), lambda: programs.call(jitted, jnp.int32(3))):
+            with pytest.raises(ValueError, match="no such shape"):
+                fails()
+    assert len(traces) == 2 and not programs.compiled(jitted)
+
+
 @pytest.mark.parametrize("read", [programs.compiled, programs.clear])
 def test_threads_may_add_programs_while_another_reads_them(monkeypatch, read):
     """Regression: RuntimeError, dictionary changed size during iteration."""

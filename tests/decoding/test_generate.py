@@ -6,9 +6,11 @@ import gc
 import math
 import multiprocessing
 import pickle
+import tracemalloc
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_tokenizers
@@ -16,9 +18,11 @@ from answers import TREE
 from refusals import refused
 
 import treeflash_jax as tf
+from treeflash_jax import trees
 from treeflash_jax.core import programs, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine import prepared_call
+from treeflash_jax.engine.answers import drawn_trees
 from treeflash_jax.engine.answers.result_reader import ResultReader
 
 CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
@@ -112,6 +116,19 @@ def test_a_drawn_tree_holds_the_accepted_path(answer):
     assert len(drawn.splitlines()) == len(tree.labels) <= 8
     assert drawn.count("●") == sum(tree.accepted)  # the legend's mark stands for the anchor's
     refused(lambda: answer.tree(len(answer.accept_lengths)), "expected 0 to")
+
+
+def test_drawing_a_tree_holds_few_copies_of_the_text():
+    """Regression: every node kept the text before it; here, a list of 0.8 MB."""
+    nodes, text = 64, [0] * 100_000
+    chain_bn = jnp.arange(nodes)[None]
+    tree = trees.DraftTree(chain_bn, jnp.maximum(chain_bn - 1, 0), chain_bn, -1.0 * chain_bn, chain_bn >= 0)
+    tracemalloc.start()
+    drawn = drawn_trees._draw(tree, text, drafted=[1, 2], bonus=7, tokenizer=None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert drawn.labels == [str(node) for node in range(nodes)] and drawn.bonus == "bonus 7" and sum(drawn.accepted) == 3
+    assert peak < 5e6
 
 
 def test_texts_follow_the_prompt_with_a_tokenizer_that_strips_the_first_space(tiny, answer, monkeypatch):

@@ -137,6 +137,18 @@ def test_a_chain_follows_the_automaton_of_a_constraint():
     assert np.mean(np.asarray(chain.valid_bn).sum(axis=1)) > 3
 
 
+def test_allowed_children_of_tiny_probability_share_it():
+    """Regression: below exp(-87), their sum was zero in float32, and they kept their log-probabilities."""
+    log_probs_c = jnp.array([-1e-9, -200.0, -200.0 - np.log(3), -jnp.inf])
+    tokens_bimc = jnp.arange(4)[None, None, None]
+    table = trees.TransitionTable(tokens_bimc, log_probs_c[None, None, None], jnp.full_like(tokens_bimc, -1))
+    automaton = Automaton(jnp.array([[[-1, 0, 0, 0], [-1, -1, -1, -1]]]), jnp.arange(4)[None])
+    for state, expected in ((0, [0.75, 0.25, 0, 0]), (1, [0, 0, 0, 0])):
+        constrained = ConstrainedExpander(table, automaton, jnp.array([state]))
+        _, shared_bwc = constrained.children(jnp.int32(0), constrained.start(1))
+        np.testing.assert_allclose(jnp.exp(shared_bwc[0, 0]), expected, atol=1e-5)
+
+
 def test_a_chain_of_ngrams_follows_its_path():
     """Regression: after a token, it took those behind other matches, which continue another token."""
     matches_bmi = jnp.asarray([[[1, 2, 3], [4, 5, 6], [7, 5, 6]]])

@@ -53,9 +53,10 @@ def as_json(schema: Any) -> Any:
 
 def find_constraint(settings: Any) -> Constraint | None:
     """Returns the constraint of a prompt's settings; None if there is none. Raises ValueError for several constraints."""
-    given = {name: getattr(settings, name) for name in CONSTRAINT_NAMES if getattr(settings, name) is not None}
-    expect(len(given) < 2, " and ".join(given), [*given.values()], "one of them")
-    return next((Constraint(*item) for item in given.items()), None)
+    values = {name: getattr(settings, name) for name in CONSTRAINT_NAMES}
+    requested = {name: value for name, value in values.items() if value is not None}
+    expect(len(requested) < 2, " and ".join(requested), [*requested.values()], "one of them")
+    return Constraint(*requested.popitem()) if requested else None
 
 
 def as_tag(kind: str, value: str | Sequence[str]) -> dict[str, Any]:

@@ -113,14 +113,14 @@ def _token_classes(
     followed: dict[tuple[int, int], int] = {}
 
     def number(column_q: np.ndarray) -> int:
-        known = numbers.setdefault(column_q.tobytes(), len(columns))
-        if known == len(columns):
-            if column_q.nbytes * known > MOST_TABLE_BYTES:
+        kind = numbers.setdefault(column_q.tobytes(), len(columns))
+        if kind == len(columns):
+            if column_q.nbytes * kind > MOST_TABLE_BYTES:
                 raise Unusable(
-                    f"whose {column_q.size:,} states x {known:,} kinds of tokens exceed {MOST_TABLE_BYTES >> 20} MiB"
+                    f"whose {column_q.size:,} states x {kind:,} kinds of tokens exceed {MOST_TABLE_BYTES >> 20} MiB"
                 )
             columns.append(column_q)
-        return known
+        return kind
 
     next_qk, class_y, _ = automaton
     nowhere = number(np.full(len(next_qk), NOWHERE, np.int32))

@@ -58,7 +58,7 @@ class Program:
 _programs: dict[Any, Program] = {}
 _uses = itertools.count()
 _times: Path | None = None  # file of `compile_times`, beside programs that are kept on disk
-_changing = RLock()  # held while a program is looked up or made: threads share programs
+_changing = RLock()  # held while the table is read or changed, but not while a program is traced or compiled
 _unstored = Lock()  # held while compiling a program that must not be stored on disk
 
 
@@ -99,7 +99,8 @@ def as_compiled(*programs: Program, clock: Clock) -> Iterator[Program]:
 
 
 def _wait_for(program: Program, unfinished: Sequence[Program], clock: Clock) -> None:
-    name, since = program.function.__name__, time.perf_counter()
+    name = program.function.__name__
+    since = time.perf_counter()
     text = f"compiling {name.replace('_', ' ')}"
     if len(unfinished) > 1:
         text += f", {unfinished.index(program) + 1} of {len(unfinished)}"
@@ -118,31 +119,45 @@ def start_compiling(
     """Returns the program of a call with these arguments, but does not wait until it is compiled.
 
     A new program is traced and lowered here. Another thread then compiles it with XLA, or reads it from JAX's cache.
+    Threads that call the same program meanwhile wait for it; calls of other programs go on.
     """
     leaves, structure = jax.tree.flatten(args)
     shapes = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
     precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     with _changing:
-        known = _programs.get(key)
-        if known is not None and not (known.future.done() and known.future.exception()):  # repeats a failed one
-            known.last_use = next(_uses)
-            return known
-        with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
-            _make_room()
-            of_products = _precision(leaves, mesh)
-            with sharding.ambient(mesh), jax.default_matmul_precision(of_products):
-                lowered = function.lower(*args, **static)
-            thread = futures.ThreadPoolExecutor(1)
-            if _takes_no_four_bits(mesh, leaves):
-                future = thread.submit(lambda: functools.partial(_call_jitted, function, mesh, of_products, static))
-            else:
-                future = thread.submit(compile_lowered, lowered, mesh, function)
-            thread.shutdown(wait=False)
+        program = _programs.get(key)
+        if program is not None and not (program.future.done() and program.future.exception()):  # repeats a failed one
+            program.last_use = next(_uses)
+            return program
+        _make_room()
         model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument is a model's weights
         labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
-        _programs[key] = program = Program(function, future, labels, last_use=next(_uses))
+        _programs[key] = program = Program(function, futures.Future(), labels, last_use=next(_uses))
+    try:
+        product_precision = _precision(leaves, mesh)
+        with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
+            with sharding.ambient(mesh), jax.default_matmul_precision(product_precision):
+                lowered = function.lower(*args, **static)
+    except BaseException as error:
+        with _changing:
+            _programs.pop(key, None)  # the error refers to the arguments
+        program.future.set_exception(error)
+        raise
+    if _takes_no_four_bits(mesh, leaves):
+        program.future.set_result(functools.partial(_call_jitted, function, mesh, product_precision, static))
         return program
+    thread = futures.ThreadPoolExecutor(1)
+    thread.submit(_compile_into, program.future, lowered, mesh, function)
+    thread.shutdown(wait=False)
+    return program
+
+
+def _compile_into(future: futures.Future, *arguments: Any) -> None:
+    try:
+        future.set_result(compile_lowered(*arguments))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _takes_no_four_bits(mesh: Mesh | None, leaves: Sequence[Any]) -> bool:

@@ -83,8 +83,9 @@ class ConstrainedExpander(Expander):
         is_allowed_bwc = jnp.isfinite(log_p_bwc) & (self._after(at_bw, tokens_bwc, log_p_bwc) != NOWHERE)
         cost_bwc = jnp.where(is_allowed_bwc, -log_p_bwc, jnp.inf)
         cost_bwc, tokens_bwc = lax.sort((cost_bwc, tokens_bwc), num_keys=1)
-        total_bw1 = jnp.maximum(jnp.sum(jnp.exp(-cost_bwc), axis=-1, keepdims=True), jnp.finfo(cost_bwc.dtype).tiny)
-        return tokens_bwc, jnp.minimum(-cost_bwc - jnp.log(total_bw1), 0)
+        mass_bw1 = jax.nn.logsumexp(-cost_bwc, axis=-1, keepdims=True)
+        mass_bw1 = jnp.where(jnp.isfinite(mass_bw1), mass_bw1, 0)  # -inf if no child is allowed
+        return tokens_bwc, jnp.minimum(-cost_bwc - mass_bw1, 0)
 
     def _after(self, at_bw: jax.Array, tokens_bwc: jax.Array, log_p_bwc: jax.Array) -> jax.Array:
         """Returns the automaton's state below each child, [b, w, c]."""

@@ -72,7 +72,8 @@ def init_state(
     """
     batch, capacity = tokens_bs.shape
     if kept is not None:
-        cache, drafter = kept[0].cut(kept_b), kept[1].cut(kept_b) if plan.loaded_drafter else None
+        cache = kept[0].cut(kept_b)
+        drafter = kept[1].cut(kept_b) if plan.loaded_drafter else None
     else:
         stacked = plan.stacks_cache
         cache = caches.allocate(plan.verifier, batch, capacity, dtype, stacked=stacked, can_cut=can_cut)
@@ -165,9 +166,11 @@ def _run_chunks(
     mask_btt = decoder.causal_mask(batch, chunk)
 
     def step(read: _Reading) -> _Reading:
-        cache, drafter, log_probs = _in_row_order(caches.pin(read.cache)), read.drafter, read.log_probs
+        cache = _in_row_order(caches.pin(read.cache))
+        drafter, log_probs = read.drafter, read.log_probs
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
-        tokens_bt, next_bt = (pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
+        tokens_bt = pick(state.tokens_bs, positions_bt)
+        next_bt = pick(state.tokens_bs, positions_bt + 1)
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
         with kernels.use(plan.kernels):
             out = decoder.forward(
@@ -188,11 +191,12 @@ def _run_chunks(
         features_bj = at_end(out.features_btj, read.features_bj)
         if plan.scores_prompts:
             is_known_bt = positions_bt + 1 < length_b[:, None]
-            places = next_bt, positions_bt + 1, is_known_bt
-            log_probs = score_tokens(weights, plan.verifier, log_probs, out.hidden_btd, *places)
+            log_probs = score_tokens(
+                weights, plan.verifier, log_probs, out.hidden_btd, next_bt, positions_bt + 1, is_known_bt
+            )
         kept_b = caches.count_after(count_b, hidden_bd[:, 0])
-        count, cache = read.count + 1, caches.commit(cache, out.new, kept_b)
-        return _Reading(count, cache, drafter, hidden_bd, features_bj, log_probs)
+        cache = caches.commit(cache, out.new, kept_b)
+        return _Reading(read.count + 1, cache, drafter, hidden_bd, features_bj, log_probs)
 
     def is_unfinished(read: _Reading) -> jax.Array:
         return (read.count < max_chunks) & jnp.any(read.cache.length_b < length_b)
@@ -277,8 +281,12 @@ def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Draft
 @partial(jax.jit, static_argnames=("capacity",))
 def grow_caches(state: DecodeState, capacity: int) -> DecodeState:
     """Returns the state with room for `capacity` positions."""
+    room = capacity - state.capacity
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2)))
+
     names = "tokens_bs", "accepted_bs", "log_probs", "expected_bs"
-    arrays, room = {name: getattr(state, name) for name in names}, capacity - state.capacity
-    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2))), arrays)
+    padded = {name: jax.tree.map(pad, getattr(state, name)) for name in names}
     drafter = None if state.drafter is None else state.drafter.grow(capacity)
     return pin(state.replace(cache=state.cache.grow(capacity), drafter=drafter, **padded))

@@ -81,8 +81,8 @@ class Nodes:
 def is_needed(sampling: Sampling, processor: Any = None) -> bool:
     """Returns whether `process` changes logits."""
     has_numbers = any(names[0] in sampling.numbers for names in PROCESSORS)
-    others = sampling.biases, sampling.least_end_b, sampling.automaton, processor
-    return has_numbers or any(other is not None for other in others)
+    optional = sampling.biases, sampling.least_end_b, sampling.automaton, processor
+    return has_numbers or any(setting is not None for setting in optional)
 
 
 def init_processors(state: DecodeState, vocab_size: int, processor: Any = None) -> DecodeState:
@@ -123,7 +123,8 @@ def process(logits_bnv: jax.Array, state: DecodeState, path_bni: jax.Array, proc
     """Returns the processed logits of the nodes with these paths (`trees.path_tokens`), in float32 at least."""
     with jax.named_scope("process"):
         logits_bnv = logits_bnv.astype(at_least_float32(logits_bnv.dtype))
-        sampling, automaton = state.sampling, state.sampling.automaton
+        sampling = state.sampling
+        automaton = sampling.automaton
         automaton_bn = None if automaton is None else _advance_nodes(automaton, state.automaton_b, path_bni)
         nodes = Nodes(state, path_bni, automaton_bn)
         if sampling.biases is not None:
@@ -171,7 +172,8 @@ def as_pytree(processor: Any) -> Any:
 
     Raises ValueError for a processor that takes other arguments, or that has a state but is no pytree.
     """
-    name, is_pytree = processor_name(processor), not jax.tree_util.all_leaves([processor])
+    name = processor_name(processor)
+    is_pytree = not jax.tree_util.all_leaves([processor])
     _check_arguments(name, processor, ("logits_bnv", "history"))
     if has_state(processor):
         expected = "a pytree (jax.tree_util.register_dataclass), since it has a state"
@@ -201,7 +203,8 @@ def _add_biases(logits_bnv: jax.Array, biases: Biases) -> jax.Array:
 
 def _delay_end(logits_bnv: jax.Array, nodes: Nodes) -> jax.Array:
     """Returns logits without stop ids at nodes whose answer is too short, unless their automaton allows only the end."""
-    state, sampling = nodes.state, nodes.state.sampling
+    state = nodes.state
+    sampling = state.sampling
     length_bn = state.end_b[:, None] + jnp.sum(nodes.path_bni != NO_TOKEN, axis=2)
     is_short_bn = length_bn < sampling.least_end_b[:, None]
     never_bx = jnp.full(sampling.stop_ids_bx.shape, -jnp.inf, logits_bnv.dtype)

@@ -48,8 +48,11 @@ class Verified:
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Drafts, verifies, accepts and commits. Every sequence that is not done gets at least one token."""
-    verify = _verify_if_drafted if plan.drafts and plan.configured_drafter.may_offer_nothing else verify_and_accept
-    verified, accepted = verify(weights, state, *draft_tree(weights, state, plan), plan)
+    tree, proposal = draft_tree(weights, state, plan)
+    verify = verify_and_accept
+    if plan.drafts and plan.configured_drafter.may_offer_nothing:
+        verify = _verify_if_drafted
+    verified, accepted = verify(weights, state, tree, proposal, plan)
     return commit_path(weights, state, verified, accepted, plan)
 
 
@@ -61,13 +64,18 @@ def _verify_if_drafted(
     The choice depends on the text alone, so the output stays exact although the roots use another rule. With a sampled
     rule, however, the random numbers of an answer then depend on whether any sequence of its batch has a draft.
     """
-    root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
-    def kept(*tree_and_plan) -> tuple[Verified, EmittedPath]:
-        return keep_path(*verify_and_accept(weights, state, *tree_and_plan), plan.path_length)
+    def verify_trees() -> tuple[Verified, EmittedPath]:
+        verified, accepted = verify_and_accept(weights, state, tree, proposal, plan)
+        return keep_path(verified, accepted, plan.path_length)
+
+    def verify_roots() -> tuple[Verified, EmittedPath]:
+        root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
+        verified, accepted = verify_and_accept(weights, state, trees.first(tree, 1), None, root_plan)
+        return keep_path(verified, accepted, plan.path_length)
 
     is_drafted = jnp.any(tree.valid_bn[:, 1:] & ~state.done_b[:, None])
-    return lax.cond(is_drafted, lambda: kept(tree, proposal, plan), lambda: kept(trees.first(tree, 1), None, root_plan))
+    return lax.cond(is_drafted, verify_trees, verify_roots)
 
 
 def verify_and_accept(
@@ -131,7 +139,8 @@ def build_tree(weights: Weights, state: DecodeState, expander: trees.Expander, p
 
     with jax.named_scope("tree"):
         choice_b = None if plan.shape.selector is None else choose_trees(weights, state, expander)
-        build = partial(sharding.over_batch, build) if expander.is_table else build
+        if expander.is_table:
+            build = partial(sharding.over_batch, build)
         return build(expander, find_anchor(state), key_b, choice_b)
 
 
@@ -167,9 +176,14 @@ def commit_path(
             accepted_bs=store(state.accepted_bs, accepted.length_b),
             rounds_b=state.rounds_b + ~state.done_b,
         )
-        vocab_size = plan.shared.verifier.vocab_size
-        tokens = accepted.tokens_bp, accepted.length_b, accepted.log_probs
-        state, kept_b = emit(state, *tokens, vocab_size=vocab_size, processor=weights.processor)
+        state, kept_b = emit(
+            state,
+            accepted.tokens_bp,
+            accepted.length_b,
+            accepted.log_probs,
+            vocab_size=plan.shared.verifier.vocab_size,
+            processor=weights.processor,
+        )
         drafter = state.drafter
         if plan.drafts:
             features_bpj = pick(verified.features_btj, accepted.path_bp)

@@ -15,10 +15,12 @@ from treeflash_jax.models.config import ModelConfig
 
 def compute_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array, top: int) -> LogProbs:
     """Returns the log-probabilities of the given tokens, and of the `top` likeliest tokens."""
-    token_bp1, total_bp1 = vocab.take(logits_bpv, tokens_bp[..., None]), vocab.log_sum_exp(logits_bpv)[..., None]
-    top_bpk, top_ids_bpk = token_bp1[..., :0], tokens_bp[..., None][..., :0]
+    token_bp1 = vocab.take(logits_bpv, tokens_bp[..., None])
+    total_bp1 = vocab.log_sum_exp(logits_bpv)[..., None]
     if top:
         top_bpk, top_ids_bpk = vocab.top_k(logits_bpv, top)
+    else:
+        top_bpk, top_ids_bpk = token_bp1[..., :0], tokens_bp[..., None][..., :0]
     token_bp, top_bpk = ((x - total_bp1).astype(jnp.float32) for x in (token_bp1, top_bpk))
     return LogProbs(token_bp[..., 0], top_ids_bpk.astype(jnp.int32), top_bpk)
 

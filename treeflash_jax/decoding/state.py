@@ -229,8 +229,8 @@ def pin(state: DecodeState) -> DecodeState:
     """Constrains the state to its layout on the ambient mesh, so that all programs accept and return the same layout."""
     if sharding.current() is None:
         return state
-    others = state.replace(cache=None, drafter=None, counts=None)
-    others = jax.tree.map(lambda x: sharding.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), others)
+    by_batch = state.replace(cache=None, drafter=None, counts=None)
+    by_batch = jax.tree.map(lambda x: sharding.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), by_batch)
     drafter = None if state.drafter is None else sharding.pin(state.drafter, state.drafter.axes())
     counts = jax.tree.map(lambda x_bv: sharding.constrain(x_bv, ("batch", "vocab")), state.counts)
-    return others.replace(cache=caches.pin(state.cache), drafter=drafter, counts=counts)
+    return by_batch.replace(cache=caches.pin(state.cache), drafter=drafter, counts=counts)

@@ -31,6 +31,7 @@ def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:
     )
     recent_b /= jnp.clip(state.rounds_b, 1, RECENT)
     numbers = state.sampling.numbers
-    top_b, log_length_b = jnp.exp(jnp.max(log_p_bc, axis=-1)), jnp.log(state.end_b)
-    columns = recent_b, last_b, entropy_b, top_b, log_length_b, numbers["temperature"], numbers["top_p"]
-    return jnp.stack(columns, axis=1, dtype=jnp.float32)
+    top_b = jnp.exp(jnp.max(log_p_bc, axis=-1))
+    log_length_b = jnp.log(state.end_b)
+    features = recent_b, last_b, entropy_b, top_b, log_length_b, numbers["temperature"], numbers["top_p"]
+    return jnp.stack(features, axis=1, dtype=jnp.float32)

@@ -29,9 +29,13 @@ def chain(inputs: TreeInputs) -> tuple[DraftTree, None]:
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """
-    stay = lambda depth, state, child, token: state  # noqa: E731
-    is_table = isinstance(inputs.expander, TransitionTable)
-    return _one_branch(inputs, stay if is_table else inputs.expander.follow), None
+    if not isinstance(inputs.expander, TransitionTable):
+        return walk(inputs)
+
+    def stay(depth: jax.Array, context_b1: jax.Array, child_b1: jax.Array, token_b1: jax.Array) -> jax.Array:
+        return context_b1  # all are 0
+
+    return _one_branch(inputs, stay), None
 
 
 def _one_branch(inputs: TreeInputs, follow: Callable) -> DraftTree:

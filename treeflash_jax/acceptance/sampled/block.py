@@ -57,10 +57,11 @@ def weigh_places(path: DraftedPath) -> tuple[jax.Array, jax.Array]:
     log_ratio_bp = jnp.log(path.ratio_bp)
 
     # Places compose as x -> min(bound, x + step).
-    def chain(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]):
-        return first[0] + second[0], jnp.minimum(second[1], first[1] + second[0])
+    def compose(above: tuple[jax.Array, jax.Array], below: tuple[jax.Array, jax.Array]):
+        step_bp, bound_bp = below
+        return above[0] + step_bp, jnp.minimum(bound_bp, above[1] + step_bp)
 
-    weight_bp = jnp.exp(lax.associative_scan(chain, (log_ratio_bp, jnp.minimum(log_ratio_bp, 0)), axis=1)[1])
+    weight_bp = jnp.exp(lax.associative_scan(compose, (log_ratio_bp, jnp.minimum(log_ratio_bp, 0)), axis=1)[1])
     left_bp = jnp.sum(jnp.maximum(weight_bp[..., None] * path.p_bpc - path.q_bpc, 0), axis=-1)
     left_bp += weight_bp * path.outside_bp
     lost_bp = 1 - weight_bp
@@ -77,9 +78,9 @@ def find_pass_chances(path: DraftedPath) -> jax.Array:
 def find_last_node(path: DraftedPath, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the last kept node, and what is left of its p on the support. Place p uses coin p - 1."""
     weight_bp, keep_bp = weigh_places(path)
-    places = weight_bp.shape[1]
-    is_hit_bp = jnp.pad(coins_bx[:, : places - 1], ((0, 0), (1, 0))) < keep_bp
-    place_b1 = jnp.max(jnp.where(is_hit_bp, jnp.arange(places), 0), axis=1, keepdims=True)
+    num_places = weight_bp.shape[1]
+    is_hit_bp = jnp.pad(coins_bx[:, : num_places - 1], ((0, 0), (1, 0))) < keep_bp
+    place_b1 = jnp.max(jnp.where(is_hit_bp, jnp.arange(num_places), 0), axis=1, keepdims=True)
     weight_b1, last_b1 = (jnp.take_along_axis(x_bp, place_b1, axis=1) for x_bp in (weight_bp, path.node_bp))
     p_bc, q_bc = (jnp.take_along_axis(x_bpc, place_b1[..., None], axis=1)[:, 0] for x_bpc in (path.p_bpc, path.q_bpc))
     return last_b1[:, 0], jnp.maximum(p_bc - q_bc / weight_b1, 0)

@@ -90,8 +90,9 @@ class Outcome:
 
 def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> Draws:
     """Returns the draws of a proposal, given the verifier's probabilities on its support."""
-    node_bx, slot_bx = proposal.node_bx, proposal.slot_bx
-    parent_bx, is_draw_bx = pick(tree.parent_bn, node_bx), node_bx > 0
+    node_bx = proposal.node_bx
+    parent_bx = pick(tree.parent_bn, node_bx)
+    is_draw_bx = node_bx > 0
     index_x = jnp.arange(node_bx.shape[1])
     before_bxy = (index_x[:, None] > index_x) & is_draw_bx[..., None] & is_draw_bx[:, None]
     earlier_bxy = (parent_bx[..., None] == parent_bx[:, None]) & before_bxy
@@ -101,7 +102,7 @@ def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> Draws:
         outside_bn=jnp.maximum(1 - jnp.sum(p_bnc, axis=-1), 0),
         node_bx=node_bx,
         parent_bx=parent_bx,
-        slot_bx=slot_bx,
+        slot_bx=proposal.slot_bx,
         rank_bx=jnp.sum(earlier_bxy, axis=-1),
         is_draw_bx=is_draw_bx,
         is_first_bx=is_draw_bx & ~jnp.any(before_bxy & (node_bx[..., None] == node_bx[:, None]), axis=-1),

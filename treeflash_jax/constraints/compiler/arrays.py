@@ -88,9 +88,10 @@ class _Counter:
         return self._tail(_State(0, (0,) * len(self.kinds)))
 
     def _write_tail(self, state: _State) -> Term:
-        ways, loops = [], []
+        tails: list[Term] = []
+        loops: list[Term] = []
         if state.index >= self.least and all(n >= kind.least for kind, n in zip(self.kinds, state.counts, strict=True)):
-            ways.append(literal(b"]"))
+            tails.append(literal(b"]"))
         for term, after in self._choices(state):
             if term is NOTHING or not self._is_possible(after):
                 continue
@@ -98,8 +99,8 @@ class _Counter:
             if after == state:
                 loops.append(part)
             else:
-                ways.append(concat(part, self._tail(after)))
-        return concat(repeat(union(*loops)), union(*ways))
+                tails.append(concat(part, self._tail(after)))
+        return concat(repeat(union(*loops)), union(*tails))
 
     def _is_possible(self, state: _State) -> bool:
         is_short = self.most is None or state.index <= self.most

@@ -34,9 +34,9 @@ class ByteAutomaton(NamedTuple):
     @staticmethod
     def from_bytes(data: bytes) -> "ByteAutomaton":
         numbers = np.frombuffer(data, np.int32)
-        states, class_y = numbers[0], numbers[1:257]
-        is_final_q, next_qk = numbers[257 : 257 + states], numbers[257 + states :]
-        return ByteAutomaton(next_qk.reshape(states, -1), class_y, is_final_q.astype(bool))
+        num_states = numbers[0]
+        class_y, is_final_q, next_qk = np.split(numbers[1:], [256, 256 + num_states])
+        return ByteAutomaton(next_qk.reshape(num_states, -1), class_y, is_final_q.astype(bool))
 
 
 def read_automaton(term: Term, most: int) -> ByteAutomaton:
@@ -46,11 +46,11 @@ def read_automaton(term: Term, most: int) -> ByteAutomaton:
     masks = list(dict.fromkeys(mask for state in states for mask, _ in state.edges()))
     has_byte_ym = np.array([[mask >> value & 1 for mask in masks] for value in range(256)], bool)
     kinds_km, class_y = np.unique(has_byte_ym, axis=0, return_inverse=True)
-    columns = {mask: np.flatnonzero(kinds_km[:, m]) for m, mask in enumerate(masks)}
+    classes = {mask: np.flatnonzero(kinds_km[:, m]) for m, mask in enumerate(masks)}
     next_qk = np.full((len(states), len(kinds_km)), NOWHERE, np.int32)
     for number, state in enumerate(states):
         for mask, after in state.edges():
-            next_qk[number, columns[mask]] = numbers[after]
+            next_qk[number, classes[mask]] = numbers[after]
     return minimize(ByteAutomaton(next_qk, class_y.reshape(-1), np.array([state.has_empty for state in states])))
 
 
@@ -67,9 +67,11 @@ def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
     # A further state, from which nothing is accepted, replaces NOWHERE.
     next_qk = np.append(np.where(next_qk == NOWHERE, num_states, next_qk), np.full((1, num_classes), num_states), axis=0)
     group_q = np.append(is_final_q, False).astype(np.int64)
-    source_e, target_e = np.repeat(np.arange(num_states + 1), num_classes), next_qk.ravel()
-    order = np.argsort(target_e, kind="stable")
-    source_e, starts_q = source_e[order], np.searchsorted(target_e[order], np.arange(num_states + 2))
+    source_e = np.repeat(np.arange(num_states + 1), num_classes)
+    target_e = next_qk.ravel()
+    order = np.argsort(target_e, kind="stable")  # edges by target: those to state q begin at starts_q[q]
+    source_e = source_e[order]
+    starts_q = np.searchsorted(target_e[order], np.arange(num_states + 2))
     size_g = np.zeros(num_states + 2, np.int64)
     size_g[:2] = np.bincount(group_q, minlength=2)
     num_groups = 2
@@ -77,23 +79,25 @@ def minimize(automaton: ByteAutomaton) -> ByteAutomaton:
     while changed.size:
         affected = np.unique(np.concatenate([source_e[starts_q[q] : starts_q[q + 1]] for q in changed]))
         signature = np.column_stack([group_q[affected], group_q[next_qk[affected]]])
-        _, first, kind, count = np.unique(signature, axis=0, return_index=True, return_inverse=True, return_counts=True)
-        group_p = group_q[affected[first]]  # group that each part belongs to
-        moves_p = np.ones(len(count), bool)
-        affected_g = np.bincount(group_p, weights=count, minlength=len(size_g))
-        by_size = np.argsort(-count, kind="stable")
+        _, first_p, part_a, size_p = np.unique(
+            signature, axis=0, return_index=True, return_inverse=True, return_counts=True
+        )
+        group_p = group_q[affected[first_p]]  # group that each part belongs to
+        moves_p = np.ones(len(size_p), bool)
+        affected_g = np.bincount(group_p, weights=size_p, minlength=len(size_g))
+        by_size = np.argsort(-size_p, kind="stable")
         largest = by_size[np.unique(group_p[by_size], return_index=True)[1]]
         moves_p[largest] = affected_g[group_p[largest]] < size_g[group_p[largest]]  # whole groups keep their number
-        np.subtract.at(size_g, group_p[moves_p], count[moves_p])
+        np.subtract.at(size_g, group_p[moves_p], size_p[moves_p])
         group_p[moves_p] = num_groups + np.arange(moves_p.sum())
-        size_g[group_p[moves_p]] = count[moves_p]
+        size_g[group_p[moves_p]] = size_p[moves_p]
         num_groups += moves_p.sum()
-        group_a = group_p[kind.reshape(-1)]
+        group_a = group_p[part_a.reshape(-1)]
         changed = affected[group_a != group_q[affected]]
         group_q[affected] = group_a
     # Groups are in the order of their first states, so that of state 0 is first. The added state's group is NOWHERE.
-    _, first, number_q = np.unique(group_q, return_index=True, return_inverse=True)
-    kept = np.sort(first[first != first[number_q[num_states]]])
-    rank_g = np.full(len(first), NOWHERE, np.int32)
+    _, first_g, number_q = np.unique(group_q, return_index=True, return_inverse=True)
+    kept = np.sort(first_g[first_g != first_g[number_q[num_states]]])
+    rank_g = np.full(len(first_g), NOWHERE, np.int32)
     rank_g[number_q[kept]] = np.arange(len(kept))
     return ByteAutomaton(rank_g[number_q[next_qk[kept]]], class_y, is_final_q[kept])

@@ -49,8 +49,9 @@ def type_of(value: Any) -> str:
 
 def nesting(value: Any) -> int:
     """Returns the levels of arrays and objects in a value."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return 0 if inner is None else 1 + max(map(nesting, inner), default=0)
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return 1 + max(map(nesting, value), default=0) if isinstance(value, list) else 0
 
 
 def value_text(value: Any) -> Term:

@@ -52,7 +52,9 @@ def same_value(value: Number) -> Term:
     fraction = fraction.rstrip("0")
     zeros = union(EMPTY, concat(literal(b"."), repeat(literal(b"0"), 1)))
     end = concat(literal(b"." + fraction.encode()), repeat(literal(b"0"))) if fraction else zeros
-    sign = literal(b"-") if value < 0 else EMPTY if value > 0 else union(EMPTY, literal(b"-"))
+    sign = literal(b"-") if value < 0 else EMPTY
+    if value == 0:
+        sign = union(EMPTY, literal(b"-"))
     return union(concat(sign, literal(whole.encode()), end), intersect(EXPONENTS, complement(DECIMALS)))
 
 
@@ -103,9 +105,9 @@ def _fraction_above(fraction: str, is_strict: bool) -> Term:
             above.append(concat(literal(b"." + fraction[:i].encode()), larger, DIGITS))
     more = concat(DIGITS, byte((1 << 58) - (1 << 49)), DIGITS)
     above.append(concat(literal(b"." + fraction.encode()), more if is_strict else DIGITS))
-    if not fraction and not is_strict:
-        above += [EMPTY]
-    return union(*above) if fraction or is_strict else intersect(union(*above), complement(literal(b".")))
+    if fraction or is_strict:
+        return union(*above)
+    return intersect(union(*above, EMPTY), complement(literal(b".")))
 
 
 class _Remainder(NamedTuple):
@@ -123,9 +125,9 @@ class _Remainder(NamedTuple):
 @cache
 def multiples(divisor: Number) -> Term:
     """Returns the multiples of a number, written without exponents. Raises Refused for large divisors."""
-    places = max(0, -Decimal(divisor).normalize().as_tuple().exponent)
-    modulus = int(divisor * 10**places)
-    if modulus * (places + 1) > MOST_REMAINDERS:
+    num_decimals = max(0, -Decimal(divisor).normalize().as_tuple().exponent)
+    modulus = int(divisor * 10**num_decimals)
+    if modulus * (num_decimals + 1) > MOST_REMAINDERS:
         raise Refused(f"multipleOf {divisor} needs more than {MOST_REMAINDERS:,} states")
 
     def step(state: Any) -> list[tuple[int, Any]]:
@@ -134,7 +136,7 @@ def multiples(divisor: Number) -> Term:
         if digits is None:
             edges.append((1 << ord("."), _Remainder(value, 0)))
         for digit in range(10):
-            if digits == places:  # only zeros may follow
+            if digits == num_decimals:  # only zeros may follow
                 after = state if digit == 0 else None
             else:
                 after = _Remainder((value * 10 + digit) % modulus, None if digits is None else digits + 1)
@@ -143,6 +145,6 @@ def multiples(divisor: Number) -> Term:
         return edges
 
     def is_final(state: Any) -> bool:
-        return state.value * 10 ** (places - (state.digits or 0)) % modulus == 0
+        return state.value * 10 ** (num_decimals - (state.digits or 0)) % modulus == 0
 
     return machine(step, is_final, _Remainder(0, None))

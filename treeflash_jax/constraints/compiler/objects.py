@@ -63,9 +63,12 @@ class _Objects:
         some = next((atom for kind in (Values, KeysIn) for atom in atoms if isinstance(atom, kind) and atom.is_some), None)
         if some is None:
             return self._write_keys(atoms, last, names)
-        others = tuple(atom for atom in atoms if atom is not some)
-        ways = [(*others, *_with_name(some, name)) for name in names if self._has_key(some, name)]
-        return union(*(self.write_all(way, last) for way in ways), self.write_all(others, (*last, some)))
+        other_atoms = tuple(atom for atom in atoms if atom is not some)
+        terms = []
+        for name in names:
+            if self._has_key(some, name):
+                terms.append(self.write_all((*other_atoms, *_with_name(some, name)), last))
+        return union(*terms, self.write_all(other_atoms, (*last, some)))
 
     def _write_keys(self, atoms: tuple[Atom, ...], last: tuple[Atom, ...], names: list[str]) -> Term:
         """Like `write_all`, for atoms without `is_some`: named keys in order, then other keys."""
@@ -144,20 +147,23 @@ def _end(count: int, other: Term, final: Term | None, least: int, most: int | No
 
     Other keys may be repeated. So for the smallest number of keys, any number of them counts as one.
     """
-    end, comma = literal(b"}"), COMMA if count else EMPTY
-    ways = [end] if final is None and count >= least else []
+    end = literal(b"}")
+    comma = COMMA if count else EMPTY
+    terms = [end] if final is None and count >= least else []
     if count + 1 >= least and (most is None or count < most):
         more = None if most is None else most - count - 1
         if final is None:
-            ways.append(concat(comma, other, repeat(concat(COMMA, other), 0, more), end))
+            terms.append(concat(comma, other, repeat(concat(COMMA, other), 0, more), end))
         else:
-            ways.append(concat(comma, repeat(concat(other, COMMA), 0, more), final, end))
-    return union(*ways)
+            terms.append(concat(comma, repeat(concat(other, COMMA), 0, more), final, end))
+    return union(*terms)
 
 
 def _with_name(some: Values | KeysIn, name: str) -> list[Atom]:
     """Returns the atoms of an object in which the key `name` satisfies `some`."""
-    return [Required(name), *([Values(KeySet((name,)), some.part)] if isinstance(some, Values) else [])]
+    if isinstance(some, Values):
+        return [Required(name), Values(KeySet((name,)), some.part)]
+    return [Required(name)]
 
 
 def _patterns(keys: KeySet) -> set[str]:
@@ -168,9 +174,9 @@ def _has_other(keys: KeySet, is_found: dict[str, bool]) -> bool:
     """Returns whether an unnamed key is in a set, given which patterns it matches."""
     if keys.names is not None:
         return False
-    return (
-        not any(_has_other(inner, is_found) for inner in keys.covered) if keys.pattern is None else is_found[keys.pattern]
-    )
+    if keys.pattern is not None:
+        return is_found[keys.pattern]
+    return not any(_has_other(inner, is_found) for inner in keys.covered)
 
 
 def has_key(keys: KeySet, name: str) -> bool:

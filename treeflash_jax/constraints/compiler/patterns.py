@@ -26,6 +26,8 @@ LONG_CATEGORIES = {
     "Punctuation": "P", "Symbol": "S", "Separator": "Z", "Mark": "M", "Other": "C",
 }  # fmt: skip
 COUNT = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
+COUNT_WITHOUT_MINIMUM = re.compile(r"\{,([0-9]*)\}")  # of Python and Rust
+POSIX_CLASS = re.compile(r"\[:\^?[a-z]+:\]")
 MOST_REPEATED = 10_000
 MOST_SEQUENCES = 1_000
 
@@ -134,6 +136,8 @@ class _Parser:
             item = self._read_group(start)
         elif char in "*+?" or (char == "{" and self._is_count(start)):
             self.refuse(f"{char} without anything before it", start)
+        elif count := COUNT_WITHOUT_MINIMUM.match(self.pattern, start):
+            self.refuse(f"{count[0]} (write {{0,{count[1]}}})", start)
         else:
             item = self.writer(self._read_class() if char == "[" else self._read_character(char, start))
         return self._read_count(item)
@@ -182,8 +186,13 @@ class _Parser:
         end = self.pattern.find("}", self.at)
         least, comma, most = self.pattern[self.at + 1 : end].partition(",")
         self.at = end + 1
-        least, most = (number.lstrip("0")[:9] or number[:1] for number in (least, most))  # Python reads no longer ones
-        return int(least), int(most) if most else None if comma else int(least)
+        if not comma:
+            most = least
+
+        def read(digits: str) -> int:
+            return int(digits.lstrip("0")[:9] or 0)  # more digits change nothing, and Python reads at most 4,300
+
+        return read(least), read(most) if most else None
 
     def _is_count(self, at: int) -> bool:
         """Returns whether a quantifier such as {2}, {2,} or {2,3} stands at a position."""
@@ -211,7 +220,10 @@ class _Parser:
             point = self._read_hex(2, start)
         elif char == "u":
             point = self._read_unicode(start)
-        elif char == "c" and (letter := self.take()).isascii() and letter.isalpha():
+        elif char == "c":
+            letter = self.take()
+            if not (letter.isascii() and letter.isalpha()):
+                self.refuse("the unknown escape \\c", start)
             point = ord(letter) % 32
         elif char.isdigit() or char == "k":
             self.refuse("a back reference, which cannot be followed,", start)
@@ -262,26 +274,23 @@ class _Parser:
         is_inverted = self.skip("^")
         ranges: list[tuple[int, int]] = []
         while not self.skip("]"):
-            first = self._read_member(start)
+            members = self._read_member(start)
             if self.pattern.startswith("-", self.at) and not self.pattern.startswith("-]", self.at):
                 self.at += 1
                 last = self._read_member(start)
-                if (
-                    len(first) != 1
-                    or first[0][0] != first[0][1]
-                    or len(last) != 1
-                    or last[0][0] != last[0][1]
-                    or first > last
-                ):
+                are_characters = all(len(end) == 1 and end[0][0] == end[0][1] for end in (members, last))
+                if not are_characters or members > last:
                     self.refuse("a range without two ends in order", start)
-                first = ((first[0][0], last[0][0]),)
-            ranges += first
+                members = ((members[0][0], last[0][0]),)
+            ranges += members
         return invert(merge(ranges)) if is_inverted else merge(ranges)
 
     def _read_member(self, start: int) -> Ranges:
         at = self.at
         if self.at == len(self.pattern):
             self.refuse("an unmatched [", start)
+        if posix_class := POSIX_CLASS.match(self.pattern, at):
+            self.refuse(f"{posix_class[0]} (write \\p{{L}}, \\d, \\s or the characters)", at)
         char = self.take()
         if char != "\\":
             return ((ord(char), ord(char)),)

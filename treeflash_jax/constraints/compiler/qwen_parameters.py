@@ -28,23 +28,24 @@ def parameter_texts(schema: dict[str, Any], depth: int, excluded: Iterable[str])
     Raises Refused for a name that an element cannot have, for keywords of objects other than FOLLOWED, and for a value that
     would be read as text though none of its values is a string.
     """
-    others = schema.keys() - FOLLOWED
-    if others:
-        raise Refused(f"keyword {min(others)!r} cannot be followed in arguments")
-    properties, required = schema.get("properties", {}), schema.get("required", [])
+    unknown = schema.keys() - FOLLOWED
+    if unknown:
+        raise Refused(f"keyword {min(unknown)!r} cannot be followed in arguments")
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
     if schema.get("type", "object") != "object" or not isinstance(properties, dict) or not isinstance(required, list):
         raise Refused("arguments are no object")
-    wrong = [name for name in required if name not in [*properties]]  # of any type
-    if wrong:
-        raise Refused(f"required {wrong[0]!r} is none of the properties")
+    undefined = [name for name in required if name not in [*properties]]  # of any type
+    if undefined:
+        raise Refused(f"required {undefined[0]!r} is none of the properties")
     plain_value = free_text((*MARKS, *excluded))
     elements = EMPTY
-    known: dict[str, bool] = {}
+    cache: dict[str, bool] = {}
     for name in reversed(properties):
         if not name or set(name) & set("<>\n"):
             raise Refused(f"no element has the name {name!r}")
         value = schema_texts(schema, depth - 1, "properties", name)
-        if allows_strings(properties[name], schema, known):
+        if allows_strings(properties[name], schema, cache):
             text = unquoted(value)
             if is_nothing(text) and not is_nothing(value):
                 raise Refused("it allows no string: add a type without 'string'", f"#/properties/{name}")

@@ -158,33 +158,38 @@ def _repeat_edges(term: Term, least: int, most: int | None) -> list[tuple[int, T
 def _intersect_edges(terms: frozenset[Term]) -> list[tuple[int, Term]]:
     cells: list[tuple[int, tuple[Term, ...]]] = [(ALL_BYTES, ())]
     for term in terms:
-        cells = [
-            (both, (*afters, after)) for mask, afters in cells for part, after in term.edges() if (both := mask & part)
-        ]
+        split_cells = []
+        for mask, afters in cells:
+            for part, after in term.edges():
+                if mask & part:
+                    split_cells.append((mask & part, (*afters, after)))
+        cells = split_cells
     return _join((mask, intersect(*afters)) for mask, afters in cells)
 
 
 def _complement_edges(term: Term) -> list[tuple[int, Term]]:
     edges = [(mask, complement(after)) for mask, after in term.edges()]
-    others = ALL_BYTES & ~reduce(int.__or__, (mask for mask, _ in edges), 0)
-    return _join([*edges, (others, ANYTHING)] if others else edges)
+    impossible = ALL_BYTES & ~reduce(int.__or__, (mask for mask, _ in edges), 0)
+    if impossible:
+        edges.append((impossible, ANYTHING))
+    return _join(edges)
 
 
 def _overlay(lists: Iterable[list[tuple[int, Term]]], combine: Callable[..., Term]) -> list[tuple[int, Term]]:
     """Returns disjoint sets of bytes, each with the combination of the terms that follow it in the lists."""
     cells: list[tuple[int, tuple[Term, ...]]] = []
     for edges in lists:
-        after_cells = []
+        split_cells = []
         for mask, afters in cells:
             for part, after in edges:
-                if both := mask & part:
-                    after_cells.append((both, (*afters, after)))
+                if mask & part:
+                    split_cells.append((mask & part, (*afters, after)))
                     mask &= ~part
             if mask:
-                after_cells.append((mask, afters))
-        known = reduce(int.__or__, (mask for mask, _ in cells), 0)
-        after_cells += [(part & ~known, (after,)) for part, after in edges if part & ~known]
-        cells = after_cells
+                split_cells.append((mask, afters))
+        covered = reduce(int.__or__, (mask for mask, _ in cells), 0)
+        split_cells += [(part & ~covered, (after,)) for part, after in edges if part & ~covered]
+        cells = split_cells
     return _join((mask, combine(*afters)) for mask, afters in cells)
 
 
@@ -222,7 +227,8 @@ def contains(term: Term, text: bytes) -> bool:
 
 def walk(term: Term, most: int) -> Iterator[Term]:
     """Yields the states of a term's automaton, each once. Raises TooLarge for more than `most`."""
-    seen, unread = {term}, [term]
+    seen = {term}
+    unread = [term]
     while unread:
         state = unread.pop()
         yield state

@@ -20,11 +20,13 @@ DURATION = f"P(({COUNT}D|{COUNT}M({COUNT}D)?|{COUNT}Y({COUNT}M({COUNT}D)?)?)({CL
 BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 IPV4 = rf"{BYTE}(\.{BYTE}){{3}}"
 GROUP = "[0-9a-fA-F]{1,4}"
+IPV6_LONG = f"({GROUP}:){{7}}{GROUP}"
 IPV6_SHORT = [  # addresses with :: for the zeros after n groups
-    "::".join([f"({GROUP}:){{{max(n - 1, 0)}}}{GROUP}" if n else "", f"({GROUP}(:{GROUP}){{0,{6 - n}}})?" if n < 7 else ""])
-    for n in range(8)
+    f"::({GROUP}(:{GROUP}){{0,6}})?",
+    *(f"({GROUP}:){{{n - 1}}}{GROUP}::({GROUP}(:{GROUP}){{0,{6 - n}}})?" for n in range(1, 7)),
+    f"({GROUP}:){{6}}{GROUP}::",
 ]
-IPV6 = "|".join([f"({GROUP}:){{7}}{GROUP}", *IPV6_SHORT])
+IPV6 = "|".join([IPV6_LONG, *IPV6_SHORT])
 UUID = "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 POINTER = "(/([^~/]|~[01])*)*"
 PATTERNS = {"date": DATE, "time": TIME, "date-time": f"{DATE}T{TIME}", "duration": DURATION, "ipv4": IPV4, "ipv6": IPV6}
@@ -58,7 +60,8 @@ def format_texts(name: str, writer: RangeWriter) -> Term | None:
     if name == "email":
         return concat(intersect(full_match(ATOM, writer), texts(writer, 1, MOST_ATOM)), literal(b"@"), host)
     if name == "uri":
-        start, port = full_match(r"[A-Za-z][A-Za-z0-9+.-]*://", writer), full_match(r"(:\d{1,4})?", writer)
+        start = full_match(r"[A-Za-z][A-Za-z0-9+.-]*://", writer)
+        port = full_match(r"(:\d{1,4})?", writer)
         end = full_match(rf"(/{SEGMENT}*)*(\?({SEGMENT}|[/?])*)?(#({SEGMENT}|[/?])*)?", writer)
         return concat(start, union(label, host), port, end)
     return None

@@ -131,36 +131,48 @@ class Writer:
         if listed:
             write_value = cover if self.is_superset else value_text
             term = union(*(write_value(value) for value in listed.values if type_of(value) in types))
-            others = [atom for atom in atoms if atom is not listed]
-            is_done = all(isinstance(atom, OfType) for atom in others)
+            other_atoms = [atom for atom in atoms if atom is not listed]
+            if all(isinstance(atom, OfType) for atom in other_atoms):
+                return term
             deepest = max(depth, 1 + max(map(nesting, listed.values), default=0))  # listed values are not cut
-            return term if is_done else intersect(term, self.write_atoms(others, deepest))
+            return intersect(term, self.write_atoms(other_atoms, deepest))
         if depth <= 0 and len(types) > 1 and not self.is_superset:  # items and keys then need an atom
             types -= {"array", "object"} - {atom.kind for atom in atoms}
-        ways = [value_text(x) for kind, values in LITERALS.items() if kind in types for x in values]
+
+        def write_inner(parts: Sequence[Subschema]) -> Term:
+            return self.write(parts, depth - 1)
+
+        terms = [value_text(x) for kind, values in LITERALS.items() if kind in types for x in values]
         if types & NUMBERS:
-            ways.append(_number_texts(types, atoms))
+            terms.append(_number_texts(types, atoms))
         if "string" in types:
-            ways.append(concat(QUOTE, _string_texts(atoms), QUOTE))
+            terms.append(concat(QUOTE, _string_texts(atoms), QUOTE))
         if self.is_superset and depth <= 0:
-            ways += [concat(literal(begin), ANYTHING) for kind, begin in BEGINS.items() if kind in types]
+            terms += [concat(literal(begin), ANYTHING) for kind, begin in BEGINS.items() if kind in types]
             types -= {*BEGINS}
         if "array" in types:
-            ways.append(array_texts(atoms, lambda parts: self.write(parts, depth - 1)))
+            terms.append(array_texts(atoms, write_inner))
         if "object" in types:
-            ways.append(object_texts(atoms, lambda parts: self.write(parts, depth - 1), self._key_texts, self.is_superset))
-        excluded = [value for atom in atoms if isinstance(atom, OneOf) and atom.is_negated for value in atom.values]
-        return intersect(union(*ways), *(complement(cover(value)) for value in excluded))
+            terms.append(object_texts(atoms, write_inner, self._key_texts, self.is_superset))
+        limits = []
+        for atom in atoms:
+            if isinstance(atom, OneOf) and atom.is_negated:
+                limits += [complement(cover(value)) for value in atom.values]
+        return intersect(union(*terms), *limits)
 
     def _key_texts(self, part: Subschema) -> Term:
         """Returns the keys, without quotes, that satisfy a schema."""
-        ways = []
+        terms = []
         for atoms in self.reader.read(part):
-            if "string" in types_of(atoms):
-                lists = [(atom, union(*map(key_text, atom.values))) for atom in atoms if isinstance(atom, OneOf)]
-                limits = [complement(listed) if atom.is_negated else listed for atom, listed in lists]
-                ways.append(intersect(_string_texts(atoms), *limits))
-        return union(*ways)
+            if "string" not in types_of(atoms):
+                continue
+            limits = []
+            for atom in atoms:
+                if isinstance(atom, OneOf):
+                    listed = union(*map(key_text, atom.values))
+                    limits.append(complement(listed) if atom.is_negated else listed)
+            terms.append(intersect(_string_texts(atoms), *limits))
+        return union(*terms)
 
 
 def _string_texts(atoms: Iterable[Atom]) -> Term:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -17,7 +18,7 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.call.requests import Request
-from treeflash_jax.engine.schedule.batching import Batch, make_batch
+from treeflash_jax.engine.schedule.batching import make_batch
 from treeflash_jax.engine.schedule.prefill import Prefill
 from treeflash_jax.engine.schedule.runner import Runner
 from treeflash_jax.engine.schedule.scheduler import Scheduler
@@ -44,10 +45,14 @@ class DraftAgain:
     """
 
     def __init__(self, model: AnsweringModel, scheduler: Scheduler, request: Request):
-        self._model, self._request = weakref.ref(model), request
-        self._plan, self._can_cut = scheduler.runner.plan, scheduler.runner.can_cut
-        self._sizes, self._capacity = scheduler.sizes, scheduler.state.capacity
-        self._tree_selector = scheduler.runner.weights.tree_selector
+        runner = scheduler.runner
+        self._model = weakref.ref(model)
+        self._request = request
+        self._plan = runner.plan
+        self._can_cut = runner.can_cut
+        self._tree_selector = runner.weights.tree_selector
+        self._sizes = scheduler.sizes
+        self._capacity = scheduler.state.capacity
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -56,6 +61,7 @@ class DraftAgain:
         """Drafts the tree of a round, and marks the path that was accepted in it.
 
         Args:
+          ids: tokens of the answer.
           accepted: number of tokens that each round accepted.
 
         Raises ValueError if the model is gone.
@@ -63,61 +69,84 @@ class DraftAgain:
         model = self._model()
         if model is None:
             raise ValueError("the model that drafted this answer is gone; keep it in a variable to draw trees")
-        start = 1 + sum(accepted[:round_index])
-        *before, anchor = self._request.ids + ids[:start]
-        request = replace(self._request, ids=before)
-        automaton = 0 if request.automaton is None else request.automaton.follow(ids[:start])
+        start = 1 + sum(accepted[:round_index])  # after the anchor
+        tree = self._draft(model, ids[:start], accepted[:round_index])
+        committed = ids[start : start + accepted[round_index]]
+        is_cut = len(committed) < accepted[round_index]  # the answer ends within the round
+        drafted = committed if is_cut else committed[:-1]
+        bonus = None if is_cut else committed[-1]
+        return _draw(tree, self._request.ids + ids[: start - 1], drafted, bonus, model.tokenizer)
+
+    def _draft(self, model: AnsweringModel, ids: list[int], accepted: list[int]) -> DraftTree:
+        """Returns the draft tree whose root is the last of an answer's first tokens, `ids`.
+
+        Args:
+          accepted: number of tokens that each earlier round accepted.
+        """
+        plan, mesh = self._plan, model.mesh
+        request = replace(self._request, ids=self._request.ids + ids[:-1])
         weights = model.weights.replace(tree_selector=self._tree_selector)
-        runner = Runner(self._plan, weights, model.mesh, can_cut=self._can_cut)
-        batch = make_batch([request], self._sizes, capacity=self._capacity, dtype=model.weights.dtype, mesh=model.mesh)
-        tree = _draft(runner, batch, request, anchor, automaton, accepted[:round_index])
-        tokens, parents, log_probs, valid = (
-            np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
-        )
-        count, path = int(valid.sum()), [0]
-        *drafted, bonus = [*ids[start:], None][: accepted[round_index]]  # None: the answer was cut within the round
-        for token in drafted:
-            path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
+        runner = Runner(plan, weights, mesh, can_cut=self._can_cut)
+        batch = make_batch([request], self._sizes, capacity=self._capacity, dtype=weights.dtype, mesh=mesh)
 
-        def label(before: list[int], token: int) -> str:
-            if model.tokenizer is None:
-                return str(token)
-            text, data = AnswerText(model.tokenizer, before).next_token(token)
-            return repr(data if data and text.endswith(REPLACEMENT_CHARACTER) else text)
+        def fill(value: int) -> jax.Array:
+            return sharding.place(jnp.full(batch.length_b.shape, value, jnp.int32), mesh)
 
-        before_n = [before]
-        for parent in parents[1:count]:
-            before_n.append([*before_n[parent], int(tokens[parent])])
-        return DrawnTree(
-            labels=[label(*node) for node in zip(before_n, tokens[:count].tolist(), strict=True)],
-            parents=parents[:count].tolist(),
-            probabilities=np.exp(log_probs[:count]).tolist(),
-            accepted=[node in path for node in range(count)],
-            bonus="the cut" if bonus is None else f"bonus {label([*before, anchor, *drafted], bonus)}",
-        )
+        if plan.configured_drafter.reads_tokens:  # the drafter must read the anchor, too
+            state = Prefill(runner, batch, first_b=fill(ids[-1])).read_all()
+        else:  # uses the program that reads any prompt
+            state = Prefill(runner, batch).read_all()
+            state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(ids[-1]))
+        if plan.shape.selector is not None:
+            accepted_bs = state.accepted_bs.at[:, : len(accepted)].set(jnp.asarray(accepted, jnp.int32))
+            state = state.replace(accepted_bs=accepted_bs, rounds_b=state.rounds_b + len(accepted))
+        if request.automaton is not None:  # prefill begins with the state of an empty answer
+            state = state.replace(automaton_b=fill(request.automaton.follow(ids)))
+        return runner.call(loops.draft, weights, state, plan=plan)
 
 
-def _draft(runner: Runner, batch: Batch, request: Request, anchor: int, automaton: int, before: list[int]) -> DraftTree:
-    """Returns the draft tree whose root is the next token.
+def _draw(
+    tree: DraftTree, before: list[int], drafted: Sequence[int], bonus: int | None, tokenizer: Tokenizer | None
+) -> "DrawnTree":
+    """Returns the first tree of a batch as text.
 
     Args:
-      anchor: the next token.
-      automaton: state of the request's automaton at the anchor.
-      before: number of tokens that each earlier round accepted.
+      before: tokens of prompt and answer before the tree.
+      drafted: accepted tokens below the root.
+      bonus: the token after them; None if the answer was cut before it.
     """
-    plan, mesh = runner.plan, runner.mesh
-    if plan.configured_drafter.reads_tokens:  # the drafter must read the anchor, too
-        first_b = sharding.place(jnp.full(batch.length_b.shape, anchor, jnp.int32), mesh)
-        state = Prefill(runner, batch, first_b=first_b).read_all()
-    else:  # uses the program that reads any prompt
-        state = Prefill(runner, batch).read_all()
-        state = state.replace(tokens_bs=state.tokens_bs.at[0, len(request.ids)].set(anchor))
-    if plan.shape.selector is not None:
-        accepted_bs = state.accepted_bs.at[:, : len(before)].set(jnp.asarray(before, jnp.int32))
-        state = state.replace(accepted_bs=accepted_bs, rounds_b=state.rounds_b + len(before))
-    if request.automaton is not None:  # prefill begins with the state of an empty answer
-        state = state.replace(automaton_b=sharding.place(jnp.full(batch.length_b.shape, automaton, jnp.int32), mesh))
-    return runner.call(loops.draft, runner.weights, state, plan=plan)
+    count = int(np.asarray(tree.valid_bn)[0].sum())
+    tokens, parents, log_probs = (np.asarray(x)[0, :count] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn))
+    path = [0]
+    for token in drafted:
+        path += [node for node in range(1, count) if parents[node] == path[-1] and tokens[node] == token]
+
+    def tokens_before(node: int) -> list[int]:
+        above = []
+        while node > 0:
+            node = parents[node]
+            above.append(int(tokens[node]))
+        return before + above[::-1]
+
+    if bonus is None:
+        end = "the cut"
+    else:
+        end = f"bonus {_read_token(tokenizer, [*before, int(tokens[0]), *drafted], bonus)}"
+    return DrawnTree(
+        labels=[_read_token(tokenizer, tokens_before(node), int(tokens[node])) for node in range(count)],
+        parents=parents.tolist(),
+        probabilities=np.exp(log_probs).tolist(),
+        accepted=[node in path for node in range(count)],
+        bonus=end,
+    )
+
+
+def _read_token(tokenizer: Tokenizer | None, before: list[int], token: int) -> str:
+    """Returns the text that a token adds to the tokens before it, or its bytes if it is only a part of a character."""
+    if tokenizer is None:
+        return str(token)
+    text, data = AnswerText(tokenizer, before).next_token(token)
+    return repr(data if data and text.endswith(REPLACEMENT_CHARACTER) else text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +174,9 @@ class DrawnTree:
         lines = []
         for node, indent in self._lines():
             label = escape(self._label(node))
-            lines.append(escape(indent) + (f'<b style="color: #1a7f37">{label}</b>' if self.accepted[node] else label))
+            if self.accepted[node]:
+                label = f'<b style="color: #1a7f37">{label}</b>'
+            lines.append(escape(indent) + label)
         return '<pre style="line-height: 1.2">' + "\n".join(lines) + "</pre>"
 
     def _lines(self) -> Iterator[tuple[int, str]]:

@@ -63,7 +63,8 @@ class ResultReader:
         """Returns the new piece and the result so far of each answer; `finished` lists slots of whole answers."""
         chunks = []
         for slot, result in zip(slots, self.read_results(slots), strict=True):
-            answer, text = self._answers[self._scheduler.slots.requests[slot].number], ""
+            answer = self._answers[self._scheduler.slots.requests[slot].number]
+            text = ""
             if answer.text is not None:
                 text = result.text if slot in finished else answer.text.certain_text
             num_ids, num_characters = answer.num_sent
@@ -85,7 +86,8 @@ class ResultReader:
         allowed no token.
         """
         scheduler = self._scheduler
-        runner, plan, clock = scheduler.runner, scheduler.runner.plan, scheduler.runner.clock
+        runner = scheduler.runner
+        plan, clock = runner.plan, runner.clock
         results = []
         for slot, answer in zip(slots, self._read(slots), strict=True):
             request = scheduler.slots.requests[slot]
@@ -196,13 +198,14 @@ def _read_log_probs(
 ) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """Returns the log-probabilities of tokens in a slot, and pairs of id and log-probability of the likeliest ones."""
     ids_sk, top_sk = (x_bsk[slot, tokens, :num_top].tolist() for x_bsk in (log_probs.top_ids_bsk, log_probs.top_bsk))
-    top_s = [[*zip(*pair, strict=True)] for pair in zip(ids_sk, top_sk, strict=True)]
+    top_s = [[*zip(ids_k, top_k, strict=True)] for ids_k, top_k in zip(ids_sk, top_sk, strict=True)]
     return log_probs.token_bs[slot, tokens].tolist(), top_s
 
 
 def _read_score(request: Request, slot: int, log_probs: LogProbs) -> Score:
     """Returns the score of a prompt in a slot."""
-    ids, num_top = request.ids, request.settings.top_log_probs
+    ids = request.ids
+    num_top = request.settings.top_log_probs
     token_s, top_s = _read_log_probs(log_probs, slot, slice(1, len(ids)), num_top)
     return Score(ids=ids, log_probs=[None, *token_s], top_log_probs=[None, *top_s] if num_top else None)
 

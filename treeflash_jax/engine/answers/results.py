@@ -98,7 +98,10 @@ class Result:
         """Formats the text first. Long lists are shortened."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
         values["tau"] = round(self.tau, 2)
-        show = lambda value: reprlib.repr(value) if isinstance(value, list) else repr(value)  # noqa: E731
+
+        def show(value: object) -> str:
+            return reprlib.repr(value) if isinstance(value, list) else repr(value)
+
         shown = (f"{name}={show(value)}" for name, value in values.items() if value is not None)
         return f"Result({', '.join(shown)})"
 

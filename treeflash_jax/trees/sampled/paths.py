@@ -29,11 +29,14 @@ def delayed(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
     Source: delayed tree expansion (arXiv 2602.16994).
     """
     limits = inputs.expander.num_depths, inputs.num_nodes, inputs.shape
-    sizes, num_places = _list_sizes(*limits), delayed_size(*limits)
+    sizes = _list_sizes(*limits)
+    num_places = delayed_size(*limits)
     outlines = []
     for trunk, branches, length in sizes:  # order of places: first the trunk, then level by level a place for each branch
-        first = [trunk] * branches if length else []
-        parents = [*range(trunk), *first, *range(trunk + 1, 1 + trunk + branches * (length - 1))]
+        parents = [*range(trunk)]
+        if length:
+            parents += [trunk] * branches
+            parents += range(trunk + 1, trunk + 1 + branches * (length - 1))
         outlines.append(make_outline(parents, WITH_REPLACEMENT, num_places=num_places))
     outline = outlines[0]
     if inputs.choice_b is not None:

@@ -28,8 +28,8 @@ def skeleton_chains(inputs: TreeInputs) -> tuple[DraftTree, Proposal]:
 
     Source: greedy drafting with one sampled child, Hu et al. (arXiv 2502.18779), here at every node of a best-first tree.
     """
-    wanted = round(inputs.shape.skeleton * (inputs.num_nodes - 1))
-    skeleton, slot_bk, open_bk = best_first_search(inputs, wanted + 1)
+    num_chosen = round(inputs.shape.skeleton * (inputs.num_nodes - 1))
+    skeleton, slot_bk, open_bk = best_first_search(inputs, num_chosen + 1)
     num_fixed = skeleton.tokens_bn.shape[1] - 1
     depth_bk = jnp.where(skeleton.valid_bn, skeleton.depth_bn, UNUSED)
     kind_bk = jnp.full_like(depth_bk, DETERMINISTIC)
