@@ -1,6 +1,7 @@
 """Builds the FastAPI application: paths of protocols, models, health and metrics, the key check, and the form of errors."""
 
 import hmac
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from treeflash_jax.core.checks import WrongValue
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.error_text import clipped, logger
 from treeflash_jax.serve.call_reader import CallReader
 from treeflash_jax.serve.http_answers import Gone, HttpAnswers, ServerEnds
 from treeflash_jax.serve.limits import Limits
@@ -159,9 +160,14 @@ def add_error_handlers(app: FastAPI) -> None:
         protocol = protocol_at(request.url.path)
         return JSONResponse(protocol.error(status, message, **more), status, headers)
 
+    logged_places: set[tuple[str, int | None]] = set()
+
     @app.exception_handler(ValueError)
     async def refuse(request: HttpRequest, reason: ValueError) -> Response:
-        param = reason.name if isinstance(reason, WrongValue) and reason.name.replace(".", "_").isidentifier() else None
+        log_possible_bug(reason, logged_places)
+        param = None
+        if isinstance(reason, WrongValue) and reason.name.replace(".", "_").isidentifier():
+            param = reason.name
         return respond(request, 400, clipped(reason), param=param)
 
     @app.exception_handler(ValidationError)
@@ -191,3 +197,20 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def drop(_: HttpRequest, __: Exception) -> Response:
         return Response(status_code=499)  # never received, because the connection is closed
+
+
+def log_possible_bug(reason: ValueError, logged_places: set[tuple[str, int | None]]) -> None:
+    """Logs an error with its traceback, unless `WrongValue` shows that a check has refused the request.
+
+    Most other ValueErrors are refusals too, but libraries and bugs raise the same class. So that clients cannot fill the
+    log, each place of the source is logged once.
+    """
+    chain: list[BaseException] = [reason]  # ends with the error that was raised first
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    if any(isinstance(error, WrongValue) for error in chain):
+        return
+    place = traceback.extract_tb(chain[-1].__traceback__)[-1]
+    if (place.filename, place.lineno) not in logged_places:
+        logged_places.add((place.filename, place.lineno))
+        logger.warning("refused a request with status 400; if the request was right, this is a bug", exc_info=chain[-1])
