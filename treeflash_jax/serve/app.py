@@ -76,9 +76,13 @@ def make_key_check(key: str | None) -> Callable[[HttpRequest], Awaitable[None]]:
     """Returns a check that raises HTTPException for a request without the key. If the key is None, it allows everything."""
 
     async def check(request: HttpRequest) -> None:
+        if key is None:
+            return
+        sent_keys = [request.headers.get("x-api-key", "")]
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = bearer * (scheme.lower() == "bearer"), request.headers.get("x-api-key", "")
-        if key is not None and not any(hmac.compare_digest(text.strip().encode(), key.encode()) for text in given):
+        if scheme.lower() == "bearer":
+            sent_keys.append(bearer)
+        if not any(hmac.compare_digest(sent.strip().encode(), key.encode()) for sent in sent_keys):
             message = "got no valid API key, expected 'Authorization: Bearer KEY'"
             raise HTTPException(401, {"message": message, "code": "invalid_api_key"})
 

@@ -136,17 +136,19 @@ def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]
 def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns the settings of a call. If calls of functions are constrained, its constraint is a structural tag."""
     tools, functions = call.tools, call.tools.functions
-    given = {name: call.settings[name] for name in CONSTRAINT_NAMES if name in call.settings}
-    is_constrained = bool(given) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
+    constraints = {name: call.settings[name] for name in CONSTRAINT_NAMES if name in call.settings}
+    is_constrained = bool(constraints) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
     if tokenizer is None or not functions or not is_constrained or not find_format(tokenizer).writes_calls:
         return call.settings
-    [content] = [as_tag(name, value) for name, value in given.items()] or [None]
+    content = None
+    for name, value in constraints.items():  # a call has at most one
+        content = as_tag(name, value)
     if content is not None:  # otherwise an answer could be neither valid content nor a valid call
         functions = [replace(function, is_strict=True) for function in functions]
     demands = Demands(content=content, functions=functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel)
     tag = find_format(tokenizer).answer_tag(prompts[0], demands)
-    others = {name: value for name, value in call.settings.items() if name not in given}
-    return others | {"structural_tag": json.dumps(tag)}
+    other_settings = {name: value for name, value in call.settings.items() if name not in constraints}
+    return other_settings | {"structural_tag": json.dumps(tag)}
 
 
 def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:

@@ -16,7 +16,7 @@ class TextReader(MessageReader):
     """Reads an answer that is not a message: all of its text is content."""
 
     def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
-        return [Content(text)] * bool(text)
+        return [Content(text)] if text else []
 
 
 class DeltaReader:
@@ -34,7 +34,8 @@ class DeltaReader:
         if index not in self._messages:
             self._messages[index] = self._message_reader(result)
             text = self._echo(index, result)
-            parts += [Content(text)] * bool(text)
+            if text:
+                parts.append(Content(text))
             if positions is not None:
                 self._positions[index] = PositionReader(self._tokenizer, result.prompt_ids, len(text))
                 if self._call.echoes:

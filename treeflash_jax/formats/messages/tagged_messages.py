@@ -107,8 +107,10 @@ class TagReader(MessageReader):
     def _tags(self) -> list[str]:
         """Returns the tags that can begin or end a block here."""
         if self._block in (CALL, BARE):
-            return [self._block[1]] + [THINK[1]] * (self._around is THINK)  # ends thoughts that only mention calls
-        names = [CALL[0], BARE[0]] * bool(self._functions)
+            if self._around is THINK:
+                return [self._block[1], THINK[1]]  # the second ends thoughts that only mention calls
+            return [self._block[1]]
+        names = [CALL[0], BARE[0]] if self._functions else []
         if self._block is THINK:
             names.append(THINK[1])
         elif self._reads_thoughts:
