@@ -56,7 +56,8 @@ def make_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     reader = CallReader(worker, int(metrics.started), tuple(names))
-    answers = app.state.answers = HttpAnswers(reader, keeps_latest=has_page)
+    answers = HttpAnswers(reader, keeps_latest=has_page)
+    app.state.answers = answers
     needs = [Depends(make_key_check(key))]
     config = type(worker.request_maker.config)
     body_kinds = {protocol: with_numbers(protocol.body_kind, config) for protocol in PROTOCOLS}
@@ -176,9 +177,9 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ValidationError)
     async def refuse_body(request: HttpRequest, reason: ValidationError) -> Response:
-        first = reason.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        return respond(request, 400, clipped(f"{place or 'body'}: {first['msg']}"), param=clipped(place, 60) or None)
+        first_error = reason.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first_error["loc"])
+        return respond(request, 400, clipped(f"{field or 'body'}: {first_error['msg']}"), param=clipped(field, 60) or None)
 
     @app.exception_handler(QueueFull)
     async def refuse_for_now(request: HttpRequest, reason: QueueFull) -> Response:

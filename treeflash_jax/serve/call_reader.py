@@ -40,15 +40,18 @@ class CallReader:
 
     def __init__(self, worker: Worker, created: int, names: tuple[str, ...] = ()):
         self.worker = worker
-        given = worker.model.names[0]
-        self.names = names or (Path(given).resolve().name if Path(given).exists() else given,)
+        verifier = worker.model.names[0]
+        if Path(verifier).exists():
+            verifier = Path(verifier).resolve().name
+        self.names = names or (verifier,)
         self.served = Served(self.names[0], created)
         self.threads = Threads(READING)
         self.compiler = ConstraintCompiler(worker.request_maker.compile, COMPILING)
 
     async def parse(self, request: HttpRequest, kind: type[B]) -> B:
         """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
-        data, content_type = await request.body(), request.headers.get("content-type", "")
+        data = await request.body()
+        content_type = request.headers.get("content-type", "")
         limit = self.worker.request_maker.text_limit
         most_text = MOST_BODY_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
 
@@ -99,8 +102,10 @@ class CallReader:
             automata = {constraint: await self.compiler.compile(constraint) for constraint in constraints}
             requests = await self.threads.run(lambda: maker.make_requests(prompts, automata=automata, **settings))
         except ValueError as error:
-            made = {} if "structural_tag" in call.settings else {"structural_tag": "tools"}
-            raise _as_sent(error, call.sent_names | made) from None
+            sent_names = dict(call.sent_names)
+            if "structural_tag" not in call.settings:  # the tag was made from tools
+                sent_names["structural_tag"] = "tools"
+            raise _as_sent(error, sent_names) from None
         return Submission(requests, streams=call.streams), sum(map(len, prompts))
 
     def check_model(self, name: str | None) -> None:

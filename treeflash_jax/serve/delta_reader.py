@@ -46,8 +46,13 @@ class DeltaReader:
             positions += self._positions[index].read(result, is_last=piece.is_last)
         finished = stop = None
         if piece.is_last:
-            finished = "length" if result.finished == "length" else "calls" if message.num_function_calls else "stop"
             stop = self._find_stop(result)
+            if result.finished == "length":
+                finished = "length"
+            elif message.num_function_calls:
+                finished = "calls"
+            else:
+                finished = "stop"
         return Delta(index, parts, positions, finished, stop)
 
     def begins_with_prompt(self, piece: Piece) -> bool:
@@ -73,9 +78,10 @@ class DeltaReader:
         """Returns the stop string, or the special token given as one, that ended an answer; None if none did."""
         if not self._stop or self._tokenizer is None or result.finished != "stop":
             return None
-        for token in result.ids[-1:]:
-            if (name := self._tokenizer.special_tokens.get(token)) in self._stop:
-                return name
+        if result.ids:
+            last_name = self._tokenizer.special_tokens.get(result.ids[-1])
+            if last_name in self._stop:
+                return last_name
         answer = AnswerText(self._tokenizer, result.prompt_ids)
         answer.extend(result.ids)
         return next((stop for stop in self._stop if answer.text.startswith(stop, len(result.text))), None)

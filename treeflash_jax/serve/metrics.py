@@ -14,7 +14,8 @@ class Metrics:
     """Metrics of one server. Their names begin with treeflash_."""
 
     def __init__(self):
-        self.registry, self.started = CollectorRegistry(), time.time()
+        self.registry = CollectorRegistry()
+        self.started = time.time()
         place = {"namespace": "treeflash", "registry": self.registry}
         self.requests = Counter("requests", "HTTP requests", ["path", "status"], **place)
         self.answers = Counter("answers", "finished answers", ["finished"], **place)
