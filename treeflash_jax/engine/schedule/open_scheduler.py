@@ -54,8 +54,11 @@ class OpenScheduler(Scheduler):
 
     def recover(self) -> list[Request]:
         """Drops the state after a failed dispatch and frees all slots; returns the requests whose answers are lost."""
-        lost = {**self.slots.requests, **(self._group.requests if self._group else {})}
-        self.state = self._group = None
+        lost = dict(self.slots.requests)
+        if self._group is not None:
+            lost |= self._group.requests
+        self.state = None
+        self._group = None
         self.slots.release([*lost])
         return [*lost.values()]
 
