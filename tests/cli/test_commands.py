@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import treeflash_jax as tf
 from treeflash_jax.bench import verdicts
 from treeflash_jax.cli import chat, commands
-from treeflash_jax.cli.chat_commands import COMMANDS, Conversation, parse_value
+from treeflash_jax.cli.chat_commands import COMMANDS, SETTING, Conversation, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
 from treeflash_jax.core.json_files import read_jsonl
@@ -250,6 +250,20 @@ def heard(monkeypatch):
 
     monkeypatch.setattr(TreeFlash, "stream", stream)
     return heard
+
+
+def test_a_value_may_begin_with_equals_signs():
+    values = {
+        "stop ==": "==",
+        "stop = ==": "==",
+        "stop==x": "==x",
+        "stop =x=": "x=",
+        "stop =": "",
+        "stop": "",
+        "stop a b": "a b",
+    }
+    for text, value in values.items():
+        assert SETTING.fullmatch(text).groups() == ("stop", value)
 
 
 def test_chat_sets_settings_and_the_system_message(heard, converse):

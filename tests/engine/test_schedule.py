@@ -157,6 +157,7 @@ def test_answers_of_an_open_scheduler_are_those_of_own_calls(float64, monkeypatc
         try:
             ready = scheduler.step(int(rng.integers(1, 4)))
         except RuntimeError:
+            assert scheduler.state is None or scheduler.state.sampling.automaton is not None, "automata stay in the state"
             lost = scheduler.recover()
             numbers.update(request.number for request in lost)
             fates["lost"] += len(lost)

@@ -1,5 +1,6 @@
 """What the server refuses before it works, in one line; most of it with a worker without a model."""
 
+import asyncio
 import json
 import logging
 import socket
@@ -15,9 +16,10 @@ from answers import slow
 from hypothesis import HealthCheck, strategies
 from refusals import refused
 from servers import CHAT, CONTEXT, LIMIT
-from stub_worker import StubRequestMaker, ask, listening, message, stub_worker
+from stub_worker import StubRequestMaker, ask, client_of, listening, message, stub_worker
 
 import treeflash_jax as tf
+from treeflash_jax.core.checks import expect
 from treeflash_jax.engine.answers.results import Chunk, Result
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.app import make_app
@@ -133,6 +135,24 @@ def test_an_unexpected_error_has_the_form_of_the_protocol_and_is_logged_once(pat
     assert error["message"] == "the request failed (OSError); see the server's log"
     [logged] = [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert isinstance(logged, OSError)
+
+
+def test_a_value_error_that_no_check_raised_is_logged_once_for_its_place(caplog):
+    def encode(prompts: list[str]) -> list[list[int]]:
+        try:
+            expect(prompts != ["checked"], "prompt", prompts[0], "another")
+            return [[int(prompts[0])]]
+        except ValueError as error:
+            raise ValueError(f"prompt 0: {error}") from None
+
+    async def run() -> None:
+        async with client_of(stub_worker(request_maker=StubRequestMaker(encode=encode))) as http:
+            for prompt in ("checked", "five", "six"):
+                assert (await http.post("/v1/completions", json={"prompt": prompt})).status_code == 400
+
+    asyncio.run(run())
+    [record] = caplog.records
+    assert str(record.exc_info[1]) == "invalid literal for int() with base 10: 'five'"
 
 
 GOOD = {

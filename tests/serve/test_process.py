@@ -24,12 +24,13 @@ from refusals import refused
 from servers import CHAT, wait_for
 from stub_worker import stub_worker
 
+import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
 from treeflash_jax.engine import loading
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.options import ServeOptions
-from treeflash_jax.serve.process import allowed_hosts, bind, read_key
+from treeflash_jax.serve.process import allowed_hosts, bind, read_key, serve
 
 STUB = Path(__file__).parent / "stub_server.py"
 SCHEMA = {"type": "array", "items": {"type": "string", "maxLength": 100_000}}  # takes minutes to compile
@@ -72,6 +73,12 @@ def compilers(process: subprocess.Popen) -> list[int]:
             if int(parent) == process.pid and b"compiler.compile_process" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
+
+
+def test_a_page_needs_a_tokenizer():
+    model = stub_worker().model
+    options = ServeOptions(port=0, ui=True)
+    refused(lambda: serve(lambda: model, tf.GenerateConfig(), options), "got --ui with a verifier without tokenizer.json")
 
 
 @pytest.mark.parametrize("work", ["answer", *(slow(work) for work in ("schema", "requests", "dispatch"))])

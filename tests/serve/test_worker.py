@@ -203,6 +203,36 @@ def test_nan_in_a_prompts_score_fails_that_answer_alone(worker, pool, monkeypatc
     assert worker._failures == 0
 
 
+def test_gauges_count_answers_with_a_slot_and_waiting_ones(worker, monkeypatch):
+    """While prompts are read, and while a finished answer still has its slot."""
+    call, send, gauges = programs.call, Submission.send, []
+
+    def note(phase: Any) -> None:
+        values = (worker.metrics.registry.get_sample_value(f"treeflash_{name}") for name in ("running", "waiting"))
+        gauges.append((phase, *values))
+
+    def noting(function, *args, **how):
+        note(function)
+        return call(function, *args, **how)
+
+    def send_noting(submission: Submission, piece: Any) -> None:
+        note("sent")
+        send(submission, piece)
+
+    async def run() -> None:
+        submission = Submission(worker.request_maker.make_requests([[1, 2], [3], [4], [5]], max_new_tokens=3, **PLAIN))
+        worker.submit(submission)
+        for _ in range(4):
+            await asyncio.wait_for(submission.pieces.get(), 120)
+
+    monkeypatch.setattr(programs, "call", noting)
+    monkeypatch.setattr(Submission, "send", send_noting)
+    asyncio.run(run())
+    assert next(counts for phase, *counts in gauges if phase is loops.prefill_chunks) == [1, 3]
+    assert min(waiting for *_, waiting in gauges) == 0
+    assert [counts for phase, *counts in gauges if phase == "sent"][-1] == [1, 0]
+
+
 def test_a_full_queue_is_an_error_for_now(worker):
     requests = worker.request_maker.make_requests([[5, 6, 7]] * LIMIT)
 

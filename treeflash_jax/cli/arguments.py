@@ -44,7 +44,8 @@ class Parser(argparse.ArgumentParser):
                     self.error(f"{word.partition('=')[0]} {self.refused[name]}")
                 self.error(f"unrecognized option {word}{self._did_you_mean(name)}")
         if hasattr(namespace, "words"):
-            namespace.words, unknown = namespace.words + unknown[:end] + unknown[end + 1 :], []
+            namespace.words = namespace.words + unknown[:end] + unknown[end + 1 :]
+            unknown = []
         return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -53,10 +54,12 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"got {quoted(value)}, expected {expected}")
 
     def _did_you_mean(self, name: str) -> str:
-        options = [option for a in self._actions if a.help != argparse.SUPPRESS for option in a.option_strings]
-        names = {option.lstrip("-").replace("-", "_"): option for option in options}
-        meant = suggestion(name, names)
-        return f"; did you mean {names[meant]}?" if meant else ""
+        options: dict[str, str] = {}  # by name
+        for action in self._actions:
+            if action.help != argparse.SUPPRESS:
+                options |= {option.lstrip("-").replace("-", "_"): option for option in action.option_strings}
+        meant = suggestion(name, options)
+        return f"; did you mean {options[meant]}?" if meant else ""
 
     def format_help(self) -> str:
         """Returns the help text. Its usage line contains only required arguments."""
@@ -93,11 +96,11 @@ def add_settings(parser: Parser, without: Collection[str] = ()) -> Any:
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show this help message with the advanced options")
     add(f"{ADVANCED} model", ModelOptions, field_names(ModelOptions, basic=False))
     for section, title in SECTIONS.items():
-        added = add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, section, basic=False))
+        group = add(f"{ADVANCED} {title}", GenerateConfig, field_names(GenerateConfig, section, basic=False))
         if section == "sampling":
             field = GenerateConfig.__dataclass_fields__["schema"]
             help = f"{field.metadata['help']} (default: {default_text(field)}), here a file or JSON text"
-            added.add_argument("--schema", type=_schema_option, metavar="FILE|JSON", default=argparse.SUPPRESS, help=help)
+            group.add_argument("--schema", type=_schema_option, metavar="FILE|JSON", default=argparse.SUPPRESS, help=help)
     parser.refused = REFUSED
     return output
 

@@ -60,9 +60,11 @@ def converse(model: TreeFlash, console: Console, system: str | None = None, **se
 
 def answer(conversation: Conversation, message: str) -> None:
     """Streams the answer to a message, prints its statistics, and adds both to the conversation."""
-    model, console, forgotten = conversation.model, conversation.console, conversation.forgotten
+    model, console = conversation.model, conversation.console
+    forgotten_before = conversation.forgotten
     conversation.messages.append({"role": "user", "content": message})
-    text, result = "", None
+    text = ""
+    result = None
     try:
         settings = conversation.settings | {"max_new_tokens": conversation.make_room()}
         with Lines(console) as lines:
@@ -75,7 +77,7 @@ def answer(conversation: Conversation, message: str) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if not text or not isinstance(error, KeyboardInterrupt):
             conversation.messages.pop()
-            conversation.forgotten = forgotten
+            conversation.forgotten = forgotten_before
             raise
         console.print("\n[dim]interrupted[/dim]")
     conversation.messages.append({"role": "assistant", "content": text})

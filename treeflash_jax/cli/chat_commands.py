@@ -22,7 +22,8 @@ from treeflash_jax.engine.settings.generate_config import REFUSED, RETURNED, Gen
 
 COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # does not match /usr/bin or // in pasted text
 QUIT = ("/quit", "/exit")  # turns that end a conversation
-SETTING = re.compile(r"([^\s=]*)[\s=]*(.*)", flags=re.DOTALL)  # name and value
+# Name and value, with white space or one "=" between them; a value may begin with "==".
+SETTING = re.compile(r"([^\s=]*)(?:\s*=(?!=)\s*|\s+)?(.*)", flags=re.DOTALL)
 HELLO = {"role": "user", "content": "Hello"}
 LEAST_ROOM = 128  # context and memory must have room for this number of answer tokens
 # Settings that have no use here: a conversation has one answer at a time, and shows only text.

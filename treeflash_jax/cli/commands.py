@@ -124,22 +124,23 @@ def _serve_options(parser: Parser) -> None:
 
     Requests are decoded together; each has its own sampling settings, by default the model's recommended ones.
     """
-    chosen = [*field_names(GenerateConfig, "drafting", "tree", "running"), "schema_depth"]
-    without = [name for name in field_names(GenerateConfig) if name not in chosen]
-    output = add_settings(parser, without=[*without, "batch_size", "schema_states"])  # serve defines the last
+    server_settings = [*field_names(GenerateConfig, "drafting", "tree", "running"), "schema_depth"]
+    request_settings = [name for name in field_names(GenerateConfig) if name not in server_settings]
+    output = add_settings(parser, without=[*request_settings, "batch_size", "schema_states"])  # serve defines the last
     output.title = "server"
     add_options(output, ServeOptions)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
+    settings = option_values(arguments, GenerateConfig)
+    prompts = parse_prompts(arguments)
     model = loading.load(**load_arguments(arguments))
     if arguments.json:
         results = model.generate(prompts, **settings)
         for (prompt, sample), result in zip(number_answers(prompts, results), results, strict=True):
             values = {field.name: getattr(result, field.name) for field in fields(Result) if field.repr}
-            given = {name: value for name, value in values.items() if value is not None}
-            print(json.dumps({"prompt": prompt, "sample": sample, **given, "tau": result.tau}, default=asdict))
+            present_values = {name: value for name, value in values.items() if value is not None}
+            print(json.dumps({"prompt": prompt, "sample": sample, **present_values, "tau": result.tau}, default=asdict))
     elif len(prompts) == 1 and settings.get("samples", 1) == 1 and model.tokenizer:
         results = [_stream(model, prompts, settings)]
     else:
@@ -204,7 +205,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    settings, prompts = option_values(arguments, GenerateConfig), parse_prompts(arguments)
+    settings = option_values(arguments, GenerateConfig)
+    prompts = parse_prompts(arguments)
     model = loading.load(**load_arguments(arguments))
     comparisons = compare_decodings(model, prompts, **settings)
     counts = Counter(comparison.verdict for comparison in comparisons)
@@ -228,9 +230,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     if is_gguf and (arguments.to or arguments.drop_head):
         raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")
     if not is_gguf and (arguments.to is None or arguments.dtype):
-        known = " or ".join(f"--to {name}" for name in dialects.written())
+        layouts = " or ".join(f"--to {name}" for name in dialects.written())
         got = f"{clipped(arguments.source, LONGEST_PATH)} without --to, or with --dtype"
-        raise ValueError(f"got {got}; expected a GGUF file, or a drafter folder with {known} alone")
+        raise ValueError(f"got {got}; expected a GGUF file, or a drafter folder with {layouts} alone")
     if is_gguf:
         model_files.convert_gguf(source, arguments.target, arguments.dtype or "float32")
     else:

@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.svg is not None:
         files.check_output(arguments.svg)
-    pair, console = arguments.pair or pairs.default_verifier(), Console()
+    pair = arguments.pair or pairs.default_verifier()
+    console = Console()
     with ExitStack() as stack:
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # the status line already says that programs are compiled
@@ -112,7 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
             records = list(harness.measure(systems, prompts, seeds=range(arguments.repeats), notify=status.update))
             status.update("drawing a tree")  # a separate program drafts the round again
             tree = Text(f"{TREE}\n{_draw(results)}\n")
-        console.print(tree, table := _table(pair, records))
+        table = _table(pair, records)
+        console.print(tree, table)
         if arguments.svg is not None:
             pictured = Console(record=True, width=console.width, file=io.StringIO())
             pictured.print(f"[bold]{prompt}[/bold]", streams, tree, table)
@@ -129,9 +131,12 @@ def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Tex
     Returns the last system's answer with colours, its result, and both streams at the time when the first of them ended.
     """
     streams = {s.name: s.model.stream(prompt, s.config, rounds_per_dispatch=1) for s in systems}
-    texts, clocks, passes = {name: Text() for name in streams}, dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
+    texts = {name: Text() for name in streams}
+    clocks = dict.fromkeys(streams, 0.0)
+    passes = dict.fromkeys(streams, 0)
     first_end = None
-    width, height = max(24, console.width // len(texts) - 1), max(6, min(18, console.height - 6))
+    width = max(24, console.width // len(texts) - 1)
+    height = max(6, min(18, console.height - 6))
 
     def panels() -> Columns:
         panels = []
@@ -163,14 +168,17 @@ def _race(console: Console, systems: Sequence[System], prompt: str) -> tuple[Tex
 
 def _draw(results: Sequence[tf.Result]) -> str:
     """Draws the tree with most branches, among the rounds that kept most tokens."""
-    rounds = sorted((-kept, i, j) for i, result in enumerate(results) for j, kept in enumerate(result.accept_lengths))
-    pictures = (str(results[i].tree(j)) for _, i, j in rounds[:12])
+    rounds = []
+    for index, result in enumerate(results):
+        rounds += [(-length, index, number) for number, length in enumerate(result.accept_lengths)]
+    pictures = [str(results[index].tree(number)) for _, index, number in sorted(rounds)[:12]]
     return max(pictures, key=lambda picture: picture.count("├"), default="none")
 
 
 def _table(pair: str, records: Sequence[BenchRecord]) -> Table:
     table = report.make_table(f"{pair}: greedy, batch 1", COLUMNS)
-    summary, order = report.summarise(records), list(PROMPTS[pair])
+    summary = report.summarise(records)
+    order = list(PROMPTS[pair])
     for entry in sorted(summary["systems"], key=lambda entry: (order.index(entry["set"]), entry["system"] != PLAIN)):
         same = SAME.get(entry["verdict"], "")  # one-token decoding has no verdict
         passes = str(entry["rounds"] // entry["responses"] + 1)

@@ -31,7 +31,11 @@ class LineEditor:
     def __init__(self):
         is_typed = sys.stdin is not None and sys.stdin.isatty()
         self.is_terminal = readline is not None and is_typed and sys.stdout.isatty()
-        self.prompt = BOLD if self.is_terminal else PROMPT if is_typed else ""
+        self.prompt = ""
+        if self.is_terminal:
+            self.prompt = BOLD
+        elif is_typed:
+            self.prompt = PROMPT
         self.path = None
         if not self.is_terminal:
             return

@@ -52,8 +52,13 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 def parse_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     """Returns prompts as `generate` takes them, in the order of the help text. Raises ValueError if there are none."""
     messages: list[Any] = read_words(arguments)
-    texts = [_read(path) for path in arguments.prompt_file if not path.endswith(CHATS)]
-    chats = [chat for path in arguments.prompt_file if path.endswith(CHATS) for chat in read_chats(path)]
+    texts = []
+    chats = []
+    for path in arguments.prompt_file:
+        if path.endswith(CHATS):
+            chats += read_chats(path)
+        else:
+            texts.append(_read(path))
     chats += [[{"role": "user", "content": message}] for message in arguments.chat]
     if arguments.system is not None:
         if not messages and not chats:

@@ -1,6 +1,7 @@
 """Builds the FastAPI application: paths of protocols, models, health and metrics, the key check, and the form of errors."""
 
 import hmac
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from treeflash_jax.core.checks import WrongValue
-from treeflash_jax.core.error_text import clipped
+from treeflash_jax.core.error_text import clipped, logger
 from treeflash_jax.serve.call_reader import CallReader
 from treeflash_jax.serve.http_answers import Gone, HttpAnswers, ServerEnds
 from treeflash_jax.serve.limits import Limits
@@ -55,7 +56,8 @@ def make_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     reader = CallReader(worker, int(metrics.started), tuple(names))
-    answers = app.state.answers = HttpAnswers(reader, keeps_latest=has_page)
+    answers = HttpAnswers(reader, keeps_latest=has_page)
+    app.state.answers = answers
     needs = [Depends(make_key_check(key))]
     config = type(worker.request_maker.config)
     body_kinds = {protocol: with_numbers(protocol.body_kind, config) for protocol in PROTOCOLS}
@@ -75,9 +77,13 @@ def make_key_check(key: str | None) -> Callable[[HttpRequest], Awaitable[None]]:
     """Returns a check that raises HTTPException for a request without the key. If the key is None, it allows everything."""
 
     async def check(request: HttpRequest) -> None:
+        if key is None:
+            return
+        sent_keys = [request.headers.get("x-api-key", "")]
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = bearer * (scheme.lower() == "bearer"), request.headers.get("x-api-key", "")
-        if key is not None and not any(hmac.compare_digest(text.strip().encode(), key.encode()) for text in given):
+        if scheme.lower() == "bearer":
+            sent_keys.append(bearer)
+        if not any(hmac.compare_digest(sent.strip().encode(), key.encode()) for sent in sent_keys):
             message = "got no valid API key, expected 'Authorization: Bearer KEY'"
             raise HTTPException(401, {"message": message, "code": "invalid_api_key"})
 
@@ -159,16 +165,21 @@ def add_error_handlers(app: FastAPI) -> None:
         protocol = protocol_at(request.url.path)
         return JSONResponse(protocol.error(status, message, **more), status, headers)
 
+    logged_places: set[tuple[str, int | None]] = set()
+
     @app.exception_handler(ValueError)
     async def refuse(request: HttpRequest, reason: ValueError) -> Response:
-        param = reason.name if isinstance(reason, WrongValue) and reason.name.replace(".", "_").isidentifier() else None
+        log_possible_bug(reason, logged_places)
+        param = None
+        if isinstance(reason, WrongValue) and reason.name.replace(".", "_").isidentifier():
+            param = reason.name
         return respond(request, 400, clipped(reason), param=param)
 
     @app.exception_handler(ValidationError)
     async def refuse_body(request: HttpRequest, reason: ValidationError) -> Response:
-        first = reason.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        return respond(request, 400, clipped(f"{place or 'body'}: {first['msg']}"), param=clipped(place, 60) or None)
+        first_error = reason.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first_error["loc"])
+        return respond(request, 400, clipped(f"{field or 'body'}: {first_error['msg']}"), param=clipped(field, 60) or None)
 
     @app.exception_handler(QueueFull)
     async def refuse_for_now(request: HttpRequest, reason: QueueFull) -> Response:
@@ -191,3 +202,20 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def drop(_: HttpRequest, __: Exception) -> Response:
         return Response(status_code=499)  # never received, because the connection is closed
+
+
+def log_possible_bug(reason: ValueError, logged_places: set[tuple[str, int | None]]) -> None:
+    """Logs an error with its traceback, unless `WrongValue` shows that a check has refused the request.
+
+    Most other ValueErrors are refusals too, but libraries and bugs raise the same class. So that clients cannot fill the
+    log, each place of the source is logged once.
+    """
+    chain: list[BaseException] = [reason]  # ends with the error that was raised first
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    if any(isinstance(error, WrongValue) for error in chain):
+        return
+    place = traceback.extract_tb(chain[-1].__traceback__)[-1]
+    if (place.filename, place.lineno) not in logged_places:
+        logged_places.add((place.filename, place.lineno))
+        logger.warning("refused a request with status 400; if the request was right, this is a bug", exc_info=chain[-1])

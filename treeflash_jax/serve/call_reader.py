@@ -40,15 +40,18 @@ class CallReader:
 
     def __init__(self, worker: Worker, created: int, names: tuple[str, ...] = ()):
         self.worker = worker
-        given = worker.model.names[0]
-        self.names = names or (Path(given).resolve().name if Path(given).exists() else given,)
+        verifier = worker.model.names[0]
+        if Path(verifier).exists():
+            verifier = Path(verifier).resolve().name
+        self.names = names or (verifier,)
         self.served = Served(self.names[0], created)
         self.threads = Threads(READING)
         self.compiler = ConstraintCompiler(worker.request_maker.compile, COMPILING)
 
     async def parse(self, request: HttpRequest, kind: type[B]) -> B:
         """Returns the parsed body of a request for this model. Raises ValueError and HTTPException."""
-        data, content_type = await request.body(), request.headers.get("content-type", "")
+        data = await request.body()
+        content_type = request.headers.get("content-type", "")
         limit = self.worker.request_maker.text_limit
         most_text = MOST_BODY_BYTES if limit is None or limit.most_bytes is None else limit.most_bytes
 
@@ -99,8 +102,10 @@ class CallReader:
             automata = {constraint: await self.compiler.compile(constraint) for constraint in constraints}
             requests = await self.threads.run(lambda: maker.make_requests(prompts, automata=automata, **settings))
         except ValueError as error:
-            made = {} if "structural_tag" in call.settings else {"structural_tag": "tools"}
-            raise _as_sent(error, call.sent_names | made) from None
+            sent_names = dict(call.sent_names)
+            if "structural_tag" not in call.settings:  # the tag was made from tools
+                sent_names["structural_tag"] = "tools"
+            raise _as_sent(error, sent_names) from None
         return Submission(requests, streams=call.streams), sum(map(len, prompts))
 
     def check_model(self, name: str | None) -> None:
@@ -136,17 +141,19 @@ def model_prompts(call: ServerCall, tokenizer: Tokenizer | None) -> list[Prompt]
 def model_settings(call: ServerCall, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns the settings of a call. If calls of functions are constrained, its constraint is a structural tag."""
     tools, functions = call.tools, call.tools.functions
-    given = {name: call.settings[name] for name in CONSTRAINT_NAMES if name in call.settings}
-    is_constrained = bool(given) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
+    constraints = {name: call.settings[name] for name in CONSTRAINT_NAMES if name in call.settings}
+    is_constrained = bool(constraints) or tools.is_forced or not tools.is_parallel or any(x.is_strict for x in functions)
     if tokenizer is None or not functions or not is_constrained or not find_format(tokenizer).writes_calls:
         return call.settings
-    [content] = [as_tag(name, value) for name, value in given.items()] or [None]
+    content = None
+    for name, value in constraints.items():  # a call has at most one
+        content = as_tag(name, value)
     if content is not None:  # otherwise an answer could be neither valid content nor a valid call
         functions = [replace(function, is_strict=True) for function in functions]
     demands = Demands(content=content, functions=functions, is_forced=tools.is_forced, is_parallel=tools.is_parallel)
     tag = find_format(tokenizer).answer_tag(prompts[0], demands)
-    others = {name: value for name, value in call.settings.items() if name not in given}
-    return others | {"structural_tag": json.dumps(tag)}
+    other_settings = {name: value for name, value in call.settings.items() if name not in constraints}
+    return other_settings | {"structural_tag": json.dumps(tag)}
 
 
 def _as_sent(error: ValueError, sent_names: dict[str, str]) -> ValueError:

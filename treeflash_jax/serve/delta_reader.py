@@ -16,7 +16,7 @@ class TextReader(MessageReader):
     """Reads an answer that is not a message: all of its text is content."""
 
     def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
-        return [Content(text)] * bool(text)
+        return [Content(text)] if text else []
 
 
 class DeltaReader:
@@ -34,7 +34,8 @@ class DeltaReader:
         if index not in self._messages:
             self._messages[index] = self._message_reader(result)
             text = self._echo(index, result)
-            parts += [Content(text)] * bool(text)
+            if text:
+                parts.append(Content(text))
             if positions is not None:
                 self._positions[index] = PositionReader(self._tokenizer, result.prompt_ids, len(text))
                 if self._call.echoes:
@@ -45,8 +46,13 @@ class DeltaReader:
             positions += self._positions[index].read(result, is_last=piece.is_last)
         finished = stop = None
         if piece.is_last:
-            finished = "length" if result.finished == "length" else "calls" if message.num_function_calls else "stop"
             stop = self._find_stop(result)
+            if result.finished == "length":
+                finished = "length"
+            elif message.num_function_calls:
+                finished = "calls"
+            else:
+                finished = "stop"
         return Delta(index, parts, positions, finished, stop)
 
     def begins_with_prompt(self, piece: Piece) -> bool:
@@ -72,9 +78,10 @@ class DeltaReader:
         """Returns the stop string, or the special token given as one, that ended an answer; None if none did."""
         if not self._stop or self._tokenizer is None or result.finished != "stop":
             return None
-        for token in result.ids[-1:]:
-            if (name := self._tokenizer.special_tokens.get(token)) in self._stop:
-                return name
+        if result.ids:
+            last_name = self._tokenizer.special_tokens.get(result.ids[-1])
+            if last_name in self._stop:
+                return last_name
         answer = AnswerText(self._tokenizer, result.prompt_ids)
         answer.extend(result.ids)
         return next((stop for stop in self._stop if answer.text.startswith(stop, len(result.text))), None)

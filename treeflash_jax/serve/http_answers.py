@@ -57,7 +57,9 @@ class HttpAnswers:
     """
 
     def __init__(self, reader: CallReader, *, keeps_latest: bool = False):
-        self.reader, self.worker, self.keeps_latest = reader, reader.worker, keeps_latest
+        self.reader = reader
+        self.worker = reader.worker
+        self.keeps_latest = keeps_latest
         self.latest: dict[str, Submitted] = {}
         self.writing = Threads(WRITING)
         self.drawing = Threads(1)  # a tree takes the caches of a whole context
@@ -158,13 +160,14 @@ async def wait_until_gone(request: HttpRequest) -> None:
 async def pieces(submission: Submission) -> AsyncIterator[Piece]:
     """Yields the pieces of all answers of a submission. Raises Gone if it is cancelled, and what decoding raised."""
     unfinished = len(submission.requests)
-    while unfinished:
+    while unfinished > 0:
         piece = await submission.pieces.get()
         if piece is None:
             raise Gone
         if isinstance(piece, Exception):
             raise piece
-        unfinished -= piece.is_last
+        if piece.is_last:
+            unfinished -= 1
         yield piece
 
 

@@ -69,7 +69,8 @@ class PositionReader:
 
 def prompt_positions(tokenizer: Tokenizer | None, score: Score, text: str) -> list[TokenPosition]:
     """Returns the positions of a prompt. Special tokens take up characters only if the prompt's text contains them."""
-    offset, positions = 0, []
+    offset = 0
+    positions = []
     for position in PositionReader(tokenizer, []).read(score, is_last=True):
         positions.append(position._replace(offset=min(offset, len(text))))
         name = position.token.text

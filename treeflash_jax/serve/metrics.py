@@ -14,7 +14,8 @@ class Metrics:
     """Metrics of one server. Their names begin with treeflash_."""
 
     def __init__(self):
-        self.registry, self.started = CollectorRegistry(), time.time()
+        self.registry = CollectorRegistry()
+        self.started = time.time()
         place = {"namespace": "treeflash", "registry": self.registry}
         self.requests = Counter("requests", "HTTP requests", ["path", "status"], **place)
         self.answers = Counter("answers", "finished answers", ["finished"], **place)
@@ -24,7 +25,7 @@ class Metrics:
         self.rounds = Counter("rounds", "rounds of finished answers", **place)
         self.accepted = Counter("accepted_tokens", "accepted drafted tokens, by depth in the tree", ["depth"], **place)
         self.tau = Gauge("tau", "mean number of tokens that a round added", **place)
-        self.running = Gauge("running", "answers in slots", **place)
+        self.running = Gauge("running", "answers in slots: their prompt is being read, or they are being decoded", **place)
         self.waiting = Gauge("waiting", "answers that wait for a slot", **place)
         self.first_token = Histogram("first_token_seconds", "time to the first token", buckets=SECOND_BUCKETS, **place)
         self.gap = Histogram("gap_seconds", "time between two pieces of an answer", buckets=SECOND_BUCKETS, **place)

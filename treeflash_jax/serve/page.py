@@ -60,14 +60,23 @@ def make_policy(page: str) -> str:
     """Returns the Content-Security-Policy of a page. Only the page's own script may run, and only talk to this server."""
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    allowed = {"default-src": "'none'", "script-src": f"'sha256-{digest}'", "style-src": "'unsafe-inline'"}
-    allowed |= {"connect-src": "'self'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
-    return "; ".join(f"{name} {value}" for name, value in (allowed | {"frame-ancestors": "'none'"}).items())
+    allowed = {
+        "default-src": "'none'",
+        "script-src": f"'sha256-{digest}'",
+        "style-src": "'unsafe-inline'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in allowed.items())
 
 
 def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns tau, the first token's text, and for each round its length and the texts of accepted and bonus tokens."""
-    text, end = AnswerText(tokenizer, result.prompt_ids), 0
+    text = AnswerText(tokenizer, result.prompt_ids)
+    end = 0
 
     def read(ids: list[int]) -> str:
         nonlocal end
@@ -76,7 +85,8 @@ def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
         end = len(text.certain_text)
         return result.text[start:end]  # may be shorter: a stop string may have cut the text
 
-    first, start = read(result.ids[:1]), 1
+    first_text = read(result.ids[:1])
+    start = 1
     rounds: list[dict[str, Any]] = []
     for length in result.accept_lengths:
         is_last = len(rounds) == len(result.accept_lengths) - 1
@@ -85,7 +95,7 @@ def describe_rounds(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
         bonus = read(result.ids[start + num_accepted : start + length])
         rounds.append({"length": length, "accepted": accepted, "bonus": bonus})
         start += length
-    return {"tau": result.tau, "drafts": result.draft_again is not None, "first": first, "rounds": rounds}
+    return {"tau": result.tau, "drafts": result.draft_again is not None, "first": first_text, "rounds": rounds}
 
 
 def describe_tree(result: Result, round_index: int) -> dict[str, Any]:

@@ -44,7 +44,10 @@ def serve(load: Callable[[], TreeFlash], config: GenerateConfig, options: ServeO
     metrics = Metrics()
     listener = bind(options.host, options.port)
     hosts = allowed_hosts(options)
-    worker = Worker(load(), config, metrics, options)
+    model = load()
+    if options.ui and model.tokenizer is None:
+        raise ValueError("got --ui with a verifier without tokenizer.json, expected one that can chat")
+    worker = Worker(model, config, metrics, options)
     worker.start()
     app = make_app(
         worker,

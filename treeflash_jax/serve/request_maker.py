@@ -50,8 +50,12 @@ class RequestMaker:
         self.context = min(max_positions, DEFAULT_CONTEXT) if context is None else context
         expect(self.context <= max_positions, "context", self.context, f"at most {max_positions}, the verifier's")
         self.model, self.config = model, config
-        self.text_limit = model.tokenizer and TextLimit(model.tokenizer, self.context)
-        self.sizes = server_sizes(schema_states if model.tokenizer else 0, model.verifier.vocab_size, type(config))
+        self.text_limit = None
+        if model.tokenizer is None:
+            schema_states = 0
+        else:
+            self.text_limit = TextLimit(model.tokenizer, self.context)
+        self.sizes = server_sizes(schema_states, model.verifier.vocab_size, type(config))
         self._numbers = itertools.count()
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -98,12 +102,12 @@ class RequestMaker:
         more tokens than the context.
         """
         longest = max(map(len, prompts))
-        new = settings.setdefault("max_new_tokens", max(1, self.context - longest))
-        if longest + new > self.context:
-            got = f"{longest} prompt tokens + {new} new tokens"
+        max_new_tokens = settings.setdefault("max_new_tokens", max(1, self.context - longest))
+        if longest + max_new_tokens > self.context:
+            got = f"{longest} prompt tokens + {max_new_tokens} new tokens"
             raise ValueError(f"got {got}, expected at most {self.context} together (the server's context)")
         settings = {"seed": secrets.randbits(32)} | settings
-        requests = self.model.settings_and_requests(list(prompts), self.config, **settings)[1]
+        _, requests = self.model.settings_and_requests(list(prompts), self.config, **settings)
         for request in requests:
             self._check_sizes(request)
         return [replace(request, number=next(self._numbers)) for request in requests]
@@ -117,7 +121,8 @@ class RequestMaker:
             return
         if self.sizes.automaton is None:
             raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
-        (states, classes), (max_states, max_classes, _) = request.automaton.next_qc.shape, self.sizes.automaton
+        states, classes = request.automaton.next_qc.shape
+        max_states, max_classes, _ = self.sizes.automaton
         expected = f"at most {max_states}: start the server with --schema-states"
         expect(states <= max_states, "states of a schema", states, expected)
         expect(classes <= max_classes, "kinds of tokens of a constraint", classes, f"at most {max_classes}")

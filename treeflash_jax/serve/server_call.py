@@ -105,11 +105,11 @@ class Usage(NamedTuple):
 
     @staticmethod
     def count(results: Sequence[Result], num_prompts: int) -> "Usage":
-        firsts = results[:: len(results) // num_prompts]
+        first_results = results[:: len(results) // num_prompts]
         return Usage(
-            prompt_tokens=sum(len(result.prompt_ids) for result in firsts),
+            prompt_tokens=sum(len(result.prompt_ids) for result in first_results),
             answer_tokens=sum(len(result.ids) for result in results),
-            cached_tokens=sum(result.reused for result in firsts),
+            cached_tokens=sum(result.reused for result in first_results),
         )
 
 

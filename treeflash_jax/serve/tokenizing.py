@@ -28,11 +28,12 @@ class TokenizeBody(BaseModel):
 
     def ids(self, reader: CallReader, tokenizer: Tokenizer) -> list[int]:
         """Returns the token ids. Raises ValueError for no text or several, and the errors of encoding."""
-        given = [value for value in (self.prompt, self.content, self.messages) if value is not None]
-        expect(len(given) == 1, "fields with text", len(given), "one of prompt, content and messages")
+        texts = [value for value in (self.prompt, self.content, self.messages) if value is not None]
+        expect(len(texts) == 1, "fields with text", len(texts), "one of prompt, content and messages")
+        if texts == [""]:
+            return []
         if self.messages is None:
-            special = self.add_special_tokens is not False
-            return tokenizer.encode_texts(given, add_special_tokens=special)[0] if given[0] else []
+            return tokenizer.encode_texts(texts, add_special_tokens=self.add_special_tokens is not False)[0]
         chat = Chat(self.messages, template=check_template(self.chat_template_kwargs))
         call = ServerCall(prompts=[chat], settings={}, tools=Tools(read_chat_tools(self.tools or [])))
         return reader.encode(call)[0]

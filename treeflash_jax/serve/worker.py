@@ -118,9 +118,8 @@ class Worker(threading.Thread):
         runner = Runner(plan, call_weights(model, config, plan), model.mesh, can_cut=True)
         self._scheduler = OpenScheduler(runner, self.request_maker.sizes, batch_size=slots, capacity=capacity)
         self._reader = ResultReader(self._scheduler, model)
-        metrics.watch(
-            lambda: len(self._scheduler.slots.requests), lambda: self._num_unfinished - len(self._scheduler.slots.requests)
-        )
+        all_slots, admission = self._scheduler.slots, self._scheduler.admission
+        metrics.watch(running=lambda: all_slots.size - len(all_slots.free), waiting=lambda: len(admission.waiting))
         self._warm_up(draws_trees=options.ui)
 
     def _warm_up(self, *, draws_trees: bool) -> None:

@@ -83,8 +83,10 @@ class Admission:
         """
         slots = self.slots.reserve(preferred)
         requests = {slot: self.waiting.popleft() for slot in slots}
+        if has_row_per_slot:
+            return PrefillGroup(requests, [*range(self.slots.size)])
         unused = [None] * (self.refill_size - len(slots))
-        return PrefillGroup(requests, [*range(self.slots.size)] if has_row_per_slot else [*slots, *unused])
+        return PrefillGroup(requests, [*slots, *unused])
 
     def remove(self, request: Request) -> None:
         """Drops a request if it is waiting."""

@@ -5,7 +5,7 @@ Shape suffixes: b batch, s token slots, x stop ids, q states, c classes, v vocab
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -51,8 +51,12 @@ class Batch(NamedTuple):
 
 def round_capacity(positions: int) -> int:
     """Returns the smallest cache capacity of 256, 384, 512, 768, 1024, 1536, ... that holds `positions`."""
-    sizes = (size for n in count(7) for size in (2 * 2**n, 3 * 2**n))
-    return next(size for size in sizes if size >= positions)
+    power = 256
+    while power < positions:
+        if power + power // 2 >= positions:
+            return power + power // 2
+        power *= 2
+    return power
 
 
 def first_capacity(plan: DecodePlan, requests: Sequence[Request]) -> int:
@@ -79,10 +83,12 @@ def largest_caches(
     if 1 < batch_size < len(requests):
         sizes.append(refill_size(batch_size))
     longest = max(len(request.ids) + request.settings.max_new_tokens for request in requests) + plan.path_length
-    capacity, before = first_capacity(plan, requests), 0
+    capacity = first_capacity(plan, requests)
+    previous_capacity = 0
     while capacity < longest:
-        capacity, before = 2 * capacity, capacity
-    return sum(sharding.pad_batch_size(size, mesh) for size in sizes), capacity + before
+        previous_capacity = capacity
+        capacity *= 2
+    return sum(sharding.pad_batch_size(size, mesh) for size in sizes), capacity + previous_capacity
 
 
 def choose_batch_size(num_requests: int) -> int:
@@ -122,7 +128,11 @@ class SamplingSizes:
         def pad(lengths: Iterable[int]) -> int:
             return -(-max(lengths) // LIST_SLOTS) * LIST_SLOTS
 
-        given = {name for request in requests for name in changed(request.settings)}
+        changed_names = {name for request in requests for name in changed(request.settings)}
+        processed: set[str] = set()
+        for names in PROCESSORS:
+            if changed_names & {*names}:
+                processed.update(names)
         automaton = None
         automata = [request.automaton for request in requests if request.automaton is not None]
         if automata:
@@ -134,8 +144,8 @@ class SamplingSizes:
             config=type(requests[0].settings),
             stop_ids=max(LIST_SLOTS, pad(len(request.settings.stop_ids) for request in requests)),
             biases=pad(len(request.settings.logit_bias or ()) for request in requests),
-            has_least_end="min_new_tokens" in given,
-            processed=frozenset(name for names in PROCESSORS if given & {*names} for name in names),
+            has_least_end="min_new_tokens" in changed_names,
+            processed=frozenset(processed),
             automaton=automaton,
         )
 
@@ -174,10 +184,10 @@ def make_batch(
         return np.array([getattr(request.settings, name) for request in requests], dtype)
 
     length_b = np.array([len(request.ids) for request in requests], np.int32)
-    wide = at_least_float32(dtype)
+    float_dtype = at_least_float32(dtype)
     key_numbers = np.array([(request.settings.seed, request.index, request.sample) for request in requests], np.uint32)
     numbers = {
-        name: column(name, np.int32 if kind is int else wide)
+        name: column(name, np.int32 if kind is int else float_dtype)
         for name, kind in number_types(sizes.config).items()
         if name in sizes.processed or name not in chain(*PROCESSORS)
     }
@@ -185,14 +195,14 @@ def make_batch(
     if sizes.biases:
         pairs = [tuple((request.settings.logit_bias or {}).items()) for request in requests]
         ids, added = np.moveaxis(_pad(pairs, sizes.biases, (NO_TOKEN, 0.0)), 2, 0)
-        biases = Biases(ids.astype(np.int32), added.astype(wide))
+        biases = Biases(ids.astype(np.int32), added.astype(float_dtype))
     if sizes.automaton and automaton is None:
         automaton = tables.stack([request.automaton for request in requests], *sizes.automaton)
     sampling = Sampling(  # NumPy converts the dtypes, because JAX would compile a program for each conversion
         key_b=programs.call(loops.make_keys, *jax.device_put([*key_numbers.T]), clock=clock),
         limit_b=length_b + column("max_new_tokens", np.int32),
         stop_ids_bx=_pad([request.settings.stop_ids for request in requests], sizes.stop_ids, -1).astype(np.int32),
-        drafter_temperature_b=column("drafter_temperature", wide),
+        drafter_temperature_b=column("drafter_temperature", float_dtype),
         numbers=numbers,
         biases=biases,
         least_end_b=length_b + column("min_new_tokens", np.int32) if sizes.has_least_end else None,

@@ -34,7 +34,8 @@ class CallScheduler(Scheduler):
         self._session_caches: PrefixCaches | None = None
         if session is not None:
             self._session_caches = session.take_caches(runner, requests[0], self._capacity)
-            self._capacity = self._session_caches.capacity if self._session_caches else self._capacity
+        if self._session_caches is not None:
+            self._capacity = self._session_caches.capacity
         self.admission.add(requests)
 
     def compile_programs(self) -> None:

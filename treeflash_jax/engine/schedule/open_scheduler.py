@@ -54,8 +54,11 @@ class OpenScheduler(Scheduler):
 
     def recover(self) -> list[Request]:
         """Drops the state after a failed dispatch and frees all slots; returns the requests whose answers are lost."""
-        lost = {**self.slots.requests, **(self._group.requests if self._group else {})}
-        self.state = self._group = None
+        lost = dict(self.slots.requests)
+        if self._group is not None:
+            lost |= self._group.requests
+        self.state = None
+        self._group = None
         self.slots.release([*lost])
         return [*lost.values()]
 
@@ -109,14 +112,12 @@ class OpenScheduler(Scheduler):
         self._allow_all[len(rows)] = batch.sampling.automaton
         return batch
 
-    def _run_rounds(self, max_rounds: int) -> None:
+    def _decode(self, state: DecodeState, max_rounds: int) -> DecodeState:
         """As in `Scheduler`, but without automata, whose tables are large, if no running answer has a constraint."""
         if any(request.automaton for request in self.slots.requests.values()):
-            return super()._run_rounds(max_rounds)
-        automata = self.state.sampling.automaton, self.state.automaton_b
-        self.state = replace_automata(self.state, None, None)
-        super()._run_rounds(max_rounds)
-        self.state = replace_automata(self.state, *automata)
+            return super()._decode(state, max_rounds)
+        decoded = super()._decode(replace_automata(state, None, None), max_rounds)
+        return replace_automata(decoded, state.sampling.automaton, state.automaton_b)
 
 
 def replace_automata(state: DecodeState, automaton: Automaton | None, automaton_b: jax.Array | None) -> DecodeState:

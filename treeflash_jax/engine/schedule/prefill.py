@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -61,7 +60,9 @@ class Prefill:
         will_decode: bool = False,
         scores: bool = False,
     ):
-        self._runner, self._first_b, self._plan = runner, first_b, replace(runner.plan.shared, scores_prompts=scores)
+        self._runner = runner
+        self._first_b = first_b
+        self._plan = replace(runner.plan.shared, scores_prompts=scores)
         self._length_b = batch.length_b
         length_b = sharding.to_host(batch.length_b)
         kept = kept_b = None
@@ -73,17 +74,19 @@ class Prefill:
         self._longest = int(np.max(length_b))
         self._position = self._longest - int(np.max(length_b - self.num_reused_b))
         self._chunk = self._plan.chunk_size(batch.tokens_bs.shape[1])
-        start = partial(
-            runner.call,
-            loops.init_state,
-            *batch,
-            kept,
-            kept_b,
-            runner.weights.processor,
-            plan=runner.plan.shared,
-            dtype=runner.weights.dtype,
-            can_cut=runner.can_cut,
-        )
+
+        def start() -> DecodeState:
+            return runner.call(
+                loops.init_state,
+                *batch,
+                kept,
+                kept_b,
+                runner.weights.processor,
+                plan=runner.plan.shared,
+                dtype=runner.weights.dtype,
+                can_cut=runner.can_cut,
+            )
+
         self.state: DecodeState = start()
         compiling = self._start_compiling(will_decode)
         if prefixes is None and not all(program.has_run for program in compiling):
@@ -113,13 +116,15 @@ class Prefill:
         return self.state
 
     def _read(self, passes: int) -> DecodeState:
-        most, runner = jax.device_put(np.int32(passes)), self._runner
+        runner = self._runner
+        max_passes = jax.device_put(np.int32(passes))
         return runner.call(
-            loops.prefill_chunks, runner.weights, self.state, self._length_b, most, self._first_b, plan=self._plan
+            loops.prefill_chunks, runner.weights, self.state, self._length_b, max_passes, self._first_b, plan=self._plan
         )
 
     def _start_compiling(self, will_decode: bool) -> list[programs.Program]:
-        runner, unit = self._runner, jax.device_put(np.int32(1))
+        runner = self._runner
+        unit = jax.device_put(np.int32(1))
         # While XLA compiles the first program, or reads it from JAX's cache, Python traces the second.
         arguments = runner.weights, self.state, self._length_b, unit, self._first_b
         compiling = [runner.start_compiling(loops.prefill_chunks, *arguments, plan=self._plan)]
@@ -133,7 +138,8 @@ class Prefill:
         XLA for CPUs loads the code of loop bodies in the first run, and the clock counts this run as compilation. The first
         run of the prefill overlaps with the compilation of rounds.
         """
-        runner, unit, state = self._runner, jax.device_put(np.int32(1)), self.state
+        runner, state = self._runner, self.state
+        unit = jax.device_put(np.int32(1))
         for program in programs.as_compiled(*compiling, clock=runner.clock):
             with runner.clock.compiling("first run", "running new programs once"):
                 if program.function is loops.decode:

@@ -123,9 +123,11 @@ class Scheduler(ABC):
         """Runs rounds until enough sequences are done. First doubles caches that have no room for a round."""
         if np.max(sharding.to_host(self.state.end_b)) + self.runner.plan.path_length > self.state.capacity:
             self._grow(2 * self.state.capacity)
-        runner = self.runner
+        self.state = self._decode(self.state, max_rounds)
+
+    def _decode(self, state: DecodeState, max_rounds: int) -> DecodeState:
         limits = jax.device_put((np.int32(max_rounds), np.int32(self.admission.enough_done)))
-        self.state = runner.call(loops.decode, runner.weights, self.state, *limits, plan=runner.plan)
+        return self.runner.call(loops.decode, self.runner.weights, state, *limits, plan=self.runner.plan)
 
     def _grow(self, capacity: int) -> None:
         if self.state.capacity < capacity:

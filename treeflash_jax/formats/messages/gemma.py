@@ -27,8 +27,11 @@ from treeflash_jax.formats.messages.message_format import (
 )
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-TURN, CHANNEL, CALL = ("<|turn>", "<turn|>"), ("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>")
-RESPONSE, QUOTE = ("<|tool_response>", "<tool_response|>"), '<|"|>'
+TURN = "<|turn>", "<turn|>"
+CHANNEL = "<|channel>", "<channel|>"
+CALL = "<|tool_call>", "<tool_call|>"
+RESPONSE = "<|tool_response>", "<tool_response|>"
+QUOTE = '<|"|>'
 ENDS = dict([CHANNEL, CALL])
 THOUGHT = f"{CHANNEL[0]}thought\n"
 NAMED = re.compile(r"\s*call:\s*([^\s{]+)\s*(\{.*\})\s*", flags=re.DOTALL)
@@ -83,10 +86,11 @@ class GemmaReader(TokenReader):
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], functions: Sequence[Function], stop: Sequence[str]):
         super().__init__(tokenizer, (TURN[0], *CHANNEL, *CALL), stop)
         self._functions = functions
-        turns = [at for at, id in enumerate(prompt_ids) if self._markers.get(id) == TURN[0]]
+        turn_starts = [position for position, id in enumerate(prompt_ids) if self._markers.get(id) == TURN[0]]
         self._enter(None)
-        for id in prompt_ids[turns[-1] + 1 :] if turns else ():
-            self._read(id)
+        if turn_starts:
+            for id in prompt_ids[turn_starts[-1] + 1 :]:
+                self._read(id)
         has_name = self._has_name
         self._enter(self._block, prompt_ids)
         self._has_name = has_name
@@ -124,7 +128,8 @@ class GemmaReader(TokenReader):
         text = self._tokenizer.inner.decode(self._call_ids)
         call = _read_call(text) if is_whole and self._functions else None
         if call is None:
-            return [Content(CALL[0] + text + (CALL[1] if is_whole else ""))]
+            end = CALL[1] if is_whole else ""
+            return [Content(CALL[0] + text + end)]
         self.num_function_calls += 1
         return [call]
 
@@ -133,7 +138,8 @@ class GemmaReader(TokenReader):
             name, line, _ = text.partition("\n")
             if not line:
                 return []
-            self._has_name, self._num_sent = True, len(name) + 1
+            self._has_name = True
+            self._num_sent = len(name) + 1
         return self._send_new(text, Content if self._block is None else Thought)
 
 
@@ -142,10 +148,12 @@ def _read_call(text: str) -> FunctionCall | None:
     match = NAMED.fullmatch(text)
     if match is None:
         return None
-    outside_and_strings = match[2].split(QUOTE)
-    pieces = [json.dumps(x) if i % 2 else KEY.sub(_quoted, x) for i, x in enumerate(outside_and_strings)]
+    json_text = ""
+    for index, piece in enumerate(match[2].split(QUOTE)):
+        is_string = index % 2 == 1
+        json_text += json.dumps(piece) if is_string else KEY.sub(_quoted, piece)
     try:
-        arguments = parse_value("".join(pieces))
+        arguments = parse_value(json_text)
         return make_function_call(match[1], arguments) if isinstance(arguments, dict) else None
     except (ValueError, TypeError, RecursionError):
         return None

@@ -77,10 +77,11 @@ class HarmonyReader(TokenReader):
         super().__init__(tokenizer, (START, MESSAGE, *ENDS), stop)
         self._reads_calls = reads_calls
         self._header: list[int] | None = None  # tokens of the header; None inside a message
-        self._channel, self._recipient = "final", None
-        starts = [at for at, id in enumerate(prompt_ids) if self._markers.get(id) == START]
-        if starts:
-            for id in prompt_ids[starts[-1] :]:
+        self._channel = "final"
+        self._recipient: str | None = None
+        message_starts = [position for position, id in enumerate(prompt_ids) if self._markers.get(id) == START]
+        if message_starts:
+            for id in prompt_ids[message_starts[-1] :]:
                 self._read(id)
         self._begin_text(prompt_ids)
 

@@ -110,7 +110,9 @@ class TokenReader(MessageReader):
 
     def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
         parts = [part for id in ids for part in self._read(id)]
-        return join_parts(parts + self._end() if is_last else parts)
+        if is_last:
+            parts += self._end()
+        return join_parts(parts)
 
     @abstractmethod
     def _read(self, id: int) -> list[Part]:
@@ -138,7 +140,8 @@ class TokenReader(MessageReader):
 
     def _send_new(self, text: str, kind: type[Content] | type[Thought]) -> list[Part]:
         """Returns the part of a growing text that has not been sent yet."""
-        new, self._num_sent = text[self._num_sent :], max(len(text), self._num_sent)
+        new = text[self._num_sent :]
+        self._num_sent = max(len(text), self._num_sent)
         return [kind(new)] if new else []
 
 

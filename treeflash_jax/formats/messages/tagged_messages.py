@@ -96,10 +96,11 @@ class TagReader(MessageReader):
             pass
         if self._block in (CALL, BARE):
             if is_last:
-                self._block, start = self._around, self._block[0]
-                parts += self._text(start + self._buffer)
+                text = self._block[0] + self._buffer
+                self._block = self._around
+                parts += self._text(text)
         else:
-            end = len(self._buffer) if is_last else self._certain()
+            end = len(self._buffer) if is_last else self._find_certain_end()
             parts += self._text(self._buffer[:end])
             self._buffer = self._buffer[end:]
         return parts
@@ -107,8 +108,10 @@ class TagReader(MessageReader):
     def _tags(self) -> list[str]:
         """Returns the tags that can begin or end a block here."""
         if self._block in (CALL, BARE):
-            return [self._block[1]] + [THINK[1]] * (self._around is THINK)  # ends thoughts that only mention calls
-        names = [CALL[0], BARE[0]] * bool(self._functions)
+            if self._around is THINK:
+                return [self._block[1], THINK[1]]  # the second ends thoughts that only mention calls
+            return [self._block[1]]
+        names = [CALL[0], BARE[0]] if self._functions else []
         if self._block is THINK:
             names.append(THINK[1])
         elif self._reads_thoughts:
@@ -119,27 +122,18 @@ class TagReader(MessageReader):
 
     def _read_block(self, parts: list[Part]) -> bool:
         """Reads up to the next tag. Returns False if there is none."""
-        places = {at: tag for tag in self._tags() if (at := self._buffer.find(tag, self._searched)) >= 0}
-        if not places:
+        positions = {tag: self._buffer.find(tag, self._searched) for tag in self._tags()}
+        positions = {tag: position for tag, position in positions.items() if position >= 0}
+        if not positions:
             if self._block in (CALL, BARE):
                 self._searched = max(self._searched, len(self._buffer) - len(CALL[1]))
             return False
-        at = min(places)
-        tag, before, after = places[at], self._buffer[:at], self._buffer[at + len(places[at]) :]
+        tag = min(positions, key=positions.get)
+        before = self._buffer[: positions[tag]]
+        after = self._buffer[positions[tag] + len(tag) :]
         if self._block in (CALL, BARE):
-            call = self._call(before) if tag != THINK[1] else None
-            if call is None and _is_inside_string(before):
-                quote = self._buffer.find('"', at)  # the string does not end before it
-                self._searched = quote if quote >= 0 else len(self._buffer)
+            if not self._end_call(before, tag, parts):
                 return True
-            start, self._block = self._block[0], self._around
-            if call is not None:
-                parts.append(call)
-            else:
-                parts += self._text(start + before + (tag if tag != THINK[1] else ""))
-            self._is_start = self._is_behind_call = call is not None
-            if tag == THINK[1]:
-                self._enter(tag)
         elif tag not in (THINK[0], CALL[1]):
             parts += self._text(before)
             self._enter(tag)
@@ -150,20 +144,45 @@ class TagReader(MessageReader):
         self._buffer, self._searched = after, 0
         return True
 
+    def _end_call(self, before: str, tag: str, parts: list[Part]) -> bool:
+        """Ends the block of a call at a tag. Returns False if the tag is inside a string of JSON, and so is text."""
+        ends_thoughts = tag == THINK[1]
+        call = None if ends_thoughts else self._call(before)
+        if call is None and _is_inside_string(before):
+            quote = self._buffer.find('"', len(before))  # the string does not end before it
+            self._searched = quote if quote >= 0 else len(self._buffer)
+            return False
+        text = self._block[0] + before
+        self._block = self._around
+        if call is not None:
+            parts.append(call)
+        elif ends_thoughts:
+            parts += self._text(text)
+        else:
+            parts += self._text(text + tag)
+        self._is_start = self._is_behind_call = call is not None
+        if ends_thoughts:
+            self._enter(tag)
+        return True
+
     def _enter(self, tag: str) -> None:
         """Continues after a tag that is not inside a call."""
         if tag in (CALL[0], BARE[0]):
-            self._around, self._block = self._block, CALL if tag == CALL[0] else BARE
+            self._around = self._block
+            self._block = CALL if tag == CALL[0] else BARE
         else:
             self._block = THINK if tag == THINK[0] else None
             self._reads_thoughts, self._is_start = False, True
 
-    def _certain(self) -> int:
-        """Returns the number of characters that cannot be the start of a tag."""
-        starts = {tag[:size] for tag in self._tags() for size in range(1, len(tag))}
-        size = len(self._buffer) - max((len(start) for start in starts if self._buffer.endswith(start)), default=0)
-        is_before_thoughts = self._reads_thoughts and self._block is None and not self._buffer[:size].strip()
-        return 0 if is_before_thoughts else size
+    def _find_certain_end(self) -> int:
+        """Returns the number of leading characters that cannot be the start of a tag."""
+        end = len(self._buffer)
+        for tag in self._tags():
+            for size in range(1, len(tag)):
+                if self._buffer.endswith(tag[:size]):
+                    end = min(end, len(self._buffer) - size)
+        is_before_thoughts = self._reads_thoughts and self._block is None and not self._buffer[:end].strip()
+        return 0 if is_before_thoughts else end
 
     def _text(self, text: str) -> list[Part]:
         if self._is_start:
@@ -213,10 +232,10 @@ def _read_function(name: str, text: str, functions: Sequence[Function]) -> tuple
     if PARAMETER.sub("", text).strip():
         raise ValueError("got text outside of parameters")
     schema = next((x.parameters for x in functions if x.name == name), None)
-    known: dict[str, bool] = {}
+    read_references: dict[str, bool] = {}
     arguments: dict[str, Any] = {key: value.removesuffix("\n") for key, value in PARAMETER.findall(text)}
     for key, value in arguments.items():
-        if not allows_strings(_get(schema, "properties", key), schema, known):
+        if not allows_strings(_get(schema, "properties", key), schema, read_references):
             with suppress(ValueError):
                 arguments[key] = parse_value(value)
     return name, arguments

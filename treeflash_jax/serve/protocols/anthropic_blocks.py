@@ -30,11 +30,13 @@ def join_blocks(system: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict
     for number, block in enumerate(_read_blocks(system or [], "system", "system")):
         _add_block(chat, "system", block, f"system.{number}")
     for index, message in enumerate(messages):
-        place, role = f"messages.{index}", message.get("role")
+        place = f"messages.{index}"
+        role = message.get("role")
         expect(role in ("user", "assistant", "system"), f"{place}.role", role, "'user', 'assistant' or 'system'")
         blocks = _read_blocks(message.get("content"), role, f"{place}.content")
         if role == "system" and chat and chat[-1]["role"] != "system":
-            role, blocks = "user", [{"type": "text", "text": REMINDER.format(block["text"])} for block in blocks]
+            role = "user"
+            blocks = [{"type": "text", "text": REMINDER.format(block["text"])} for block in blocks]
         for number, block in enumerate(blocks):
             _add_block(chat, role, block, f"{place}.content.{number}")
     return chat

@@ -58,7 +58,8 @@ class ChatExchange(ChoicesExchange):
         expect(body.logprobs or not top, "top_logprobs", top, "logprobs true with it")
         log_probs = top_settings(top, "top_logprobs") if body.logprobs else {}
         chat = Chat(body.messages, continued=bool(body.continue_final_message), template=body.template_arguments())
-        functions, is_parallel = read_chat_tools(body.tools or []), body.parallel_tool_calls is not False
+        functions = read_chat_tools(body.tools or [])
+        is_parallel = body.parallel_tool_calls is not False
         return ServerCall(
             prompts=[chat],
             settings=body.settings() | log_probs,
@@ -102,4 +103,5 @@ class ChatExchange(ChoicesExchange):
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
         log_probs = None if delta.positions is None else chat_form(delta.positions)
-        return {"logprobs": log_probs, "finish_reason": "tool_calls" if delta.finished == "calls" else delta.finished}
+        reason = "tool_calls" if delta.finished == "calls" else delta.finished
+        return {"logprobs": log_probs, "finish_reason": reason}

@@ -83,10 +83,11 @@ class ConstraintFields(BaseModel, extra="allow"):
         Raises ValueError for several constraints, and for unsupported fields.
         """
         outputs = self.structured_outputs or StructuredOutputs()
-        others = {f"structured_outputs.{name}": value for name, value in outputs.model_extra.items()}
-        others |= {name: value for name, value in self.model_extra.items() if OTHER_CONSTRAINTS.fullmatch(name)}
-        for name, value in others.items():
+        unsupported = {f"structured_outputs.{name}": value for name, value in outputs.model_extra.items()}
+        unsupported |= {name: value for name, value in self.model_extra.items() if OTHER_CONSTRAINTS.fullmatch(name)}
+        for name, value in unsupported.items():
             expect(value is None, name, value, "none: answers follow a JSON schema, a regular expression or choices")
-        given = self.constraints()
-        expect(len(given) < 2, " and ".join(given), [value for _, value in given.values()], "one of them")
-        return {name: value if isinstance(value, str | list) else json.dumps(value) for name, value in given.values()}
+        constraints = self.constraints()
+        values = [value for _, value in constraints.values()]
+        expect(len(constraints) < 2, " and ".join(constraints), values, "one of them")
+        return {name: value if isinstance(value, str | list) else json.dumps(value) for name, value in constraints.values()}

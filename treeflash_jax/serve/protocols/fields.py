@@ -51,8 +51,10 @@ class Body(ConstraintFields):
     @property
     def length_field(self) -> str:
         """Name of the field with the largest number of new tokens."""
-        given = (name for name in self.length_fields if getattr(self, name) is not None)
-        return next(given, self.length_fields[0])
+        for name in self.length_fields:
+            if getattr(self, name) is not None:
+                return name
+        return self.length_fields[0]
 
     def sent_names(self) -> dict[str, str]:
         """Returns the names of fields that differ from our name of the setting, by our name."""
@@ -69,19 +71,28 @@ class Body(ConstraintFields):
         settings = {name: getattr(self, name) for name in self.numbers}
         if settings.get("top_k") == -1:  # vLLM's clients send -1 to turn it off
             settings["top_k"] = 0
-        settings |= {"samples": self.n, "stop": self.stop, "logit_bias": self.logit_bias}
-        settings |= {"seed": None if self.seed is None else self.seed % 2**32, "min_new_tokens": self.min_tokens}
-        settings |= {"max_new_tokens": getattr(self, self.length_field), "stop_ids": () if self.ignore_eos else None}
-        return {name: value for name, value in settings.items() if value is not None} | self.constraint()
+        settings |= {
+            "samples": self.n,
+            "stop": self.stop,
+            "logit_bias": self.logit_bias,
+            "seed": None if self.seed is None else self.seed % 2**32,
+            "min_new_tokens": self.min_tokens,
+            "max_new_tokens": getattr(self, self.length_field),
+            "stop_ids": () if self.ignore_eos else None,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        return given | self.constraint()
 
 
 def with_numbers(body: type[B], config: type[GenerateConfig]) -> type[B]:
     """Returns a class of bodies that also has a field for every setting that is a number of a request."""
-    types = {name: number for name, number in number_types(config).items() if name not in body.model_fields}
-    fields: dict[str, Any] = {name: (number | None, None) for name, number in types.items()}
-    kind = create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
-    kind.numbers = tuple(number_types(config))
-    return kind
+    fields: dict[str, Any] = {}
+    for name, number_type in number_types(config).items():
+        if name not in body.model_fields:
+            fields[name] = (number_type | None, None)
+    body_kind = create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
+    body_kind.numbers = tuple(number_types(config))
+    return body_kind
 
 
 def check_template(arguments: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -71,7 +71,9 @@ class MessagesBody(Body):
     def settings(self) -> dict[str, Any]:
         expect(self.n in (None, 1), "n", self.n, "1: a response is one message")
         settings = super().settings()
-        return settings if self.stop_sequences is None else settings | {"stop": self.stop_sequences}
+        if self.stop_sequences is not None:
+            settings["stop"] = self.stop_sequences
+        return settings
 
     def constraints(self) -> dict[str, tuple[str, Any]]:
         config = self.output_config or OutputConfig()

@@ -67,7 +67,9 @@ def _thoughts(item: dict[str, Any]) -> str:
     if item.get("content"):
         return "".join(part["text"] for part in item["content"])
     encoded = item.get("encrypted_content") or ""
-    return base64.b64decode(encoded.removeprefix(ENCODED)).decode() if encoded.startswith(ENCODED) else ""
+    if not encoded.startswith(ENCODED):
+        return ""
+    return base64.b64decode(encoded.removeprefix(ENCODED)).decode()
 
 
 def encode_thoughts(text: str) -> str:
@@ -88,7 +90,8 @@ def check_item(item: dict[str, Any], place: str) -> None:
         _check_strings(item, place, "call_id")
         _check_text(item.get("output"), f"{place}.output")
     elif kind == "reasoning":
-        parts, encoded = item.get("content") or [], item.get("encrypted_content")
+        parts = item.get("content") or []
+        encoded = item.get("encrypted_content")
         are_texts = isinstance(parts, list) and all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in parts)
         expect(are_texts, f"{place}.content", parts, "a list of reasoning_text parts")
         expect(encoded is None or isinstance(encoded, str), f"{place}.encrypted_content", encoded, "a text")

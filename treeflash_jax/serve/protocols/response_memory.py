@@ -49,25 +49,29 @@ class ResponseMemory:
 
     def response(self, id: str) -> bytes | None:
         stored = self._responses.get(id)
-        return stored and stored.response
+        return None if stored is None else stored.response
 
     def items(self, id: str) -> list[dict[str, Any]] | None:
         """Returns the items of the conversation up to the end of a response; None if it is not stored."""
         stored = self._responses.get(id)
-        return stored and json.loads(stored.items)
+        return None if stored is None else json.loads(stored.items)
 
     def item(self, id: str) -> dict[str, Any] | None:
         """Returns an item of a response; None if no stored response has it."""
         with self._lock:
             matches = [stored for stored in self._responses.values() if id in stored.output_ids]
-        outputs = (json.loads(stored.response)["output"] for stored in matches)
-        return next((item for output in outputs for item in output if item["id"] == id), None)
+        for stored in matches:
+            for item in json.loads(stored.response)["output"]:
+                if item["id"] == id:
+                    return item
+        return None
 
     def delete(self, id: str) -> bool:
         """Drops a response, and returns whether it was stored. Later responses of the same conversation stay."""
         with self._lock:
             stored = self._responses.pop(id, None)
-            self._size -= stored.size if stored else 0
+            if stored is not None:
+                self._size -= stored.size
         return stored is not None
 
 

@@ -52,11 +52,11 @@ class ResponseOutput:
         [content] = self.items[-1]["content"]
         content["text"] += part.text
         entries = [entry(position) for position in self._positions.take(part.text)]
-        more = {}
+        log_probs = {}
         if kind == "message":
             content["logprobs"] += entries
-            more = {"logprobs": entries}
-        yield self._of_content("delta", delta=part.text, **more)
+            log_probs = {"logprobs": entries}
+        yield self._of_content("delta", delta=part.text, **log_probs)
 
     def _open_text(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if kind == "message":
@@ -81,8 +81,8 @@ class ResponseOutput:
         item["status"] = status
         if item["type"] == "reasoning" and self._encodes_thoughts:
             item["encrypted_content"] = encode_thoughts(content["text"])
-        more = {"logprobs": content["logprobs"]} if item["type"] == "message" else {}
-        yield self._of_content("done", text=content["text"], **more)
+        log_probs = {"logprobs": content["logprobs"]} if item["type"] == "message" else {}
+        yield self._of_content("done", text=content["text"], **log_probs)
         yield self._of_part("done")
         yield self._of_item("done")
 
@@ -114,13 +114,13 @@ class PositionsOfText:
     """Finds the tokens of each text in an answer. Tokens between texts, such as tags, belong to no text."""
 
     def __init__(self):
-        self._positions: deque[tuple[int, int, TokenPosition]] = deque()  # remaining ones, with first and last character
+        self._positions: deque[tuple[int, int, TokenPosition]] = deque()  # remaining ones, with their begin and end
         self._text = ""  # remaining text
         self._begin = 0  # number of characters before the remaining text
 
     def add(self, positions: Sequence[TokenPosition]) -> None:
         for position in positions:
-            end = begin = self._begin + len(self._text)
+            begin = end = self._begin + len(self._text)
             if position.token.bytes is not None:  # special tokens have no text
                 self._text += position.token.text
                 end += len(position.token.text)
@@ -129,12 +129,14 @@ class PositionsOfText:
     def take(self, text: str) -> list[TokenPosition]:
         """Returns the positions of the next text and drops those before it. The tokens of the text must have been added."""
         start = self._begin + max(0, self._text.find(text))
-        end, taken = start + len(text), []
+        end = start + len(text)
+        taken = []
         while self._positions and self._positions[0][0] < end:
-            first, last, position = self._positions.popleft()
-            if last > start or first == last == start:  # a part of a character has no text
+            token_begin, token_end, position = self._positions.popleft()
+            if token_end > start or token_begin == token_end == start:  # a part of a character has no text
                 taken.append(position)
-        self._text, self._begin = self._text[end - self._begin :], end
+        self._text = self._text[end - self._begin :]
+        self._begin = end
         return taken
 
 

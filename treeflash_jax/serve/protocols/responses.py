@@ -80,12 +80,16 @@ class ResponsesBody(Body):
 
     def template_arguments(self) -> dict[str, Any]:
         """Returns the arguments of the chat template. Raises the errors of `check_template`."""
-        effort = self.reasoning and self.reasoning.effort
-        return ({"reasoning_effort": effort} if effort else {}) | check_template(self.chat_template_kwargs)
+        arguments = check_template(self.chat_template_kwargs)
+        if self.reasoning is not None and self.reasoning.effort:
+            return {"reasoning_effort": self.reasoning.effort} | arguments
+        return arguments
 
     @property
     def text_format(self) -> TextFormat:
-        return self.text and self.text.format or TextFormat(type="text")
+        if self.text is None or self.text.format is None:
+            return TextFormat(type="text")
+        return self.text.format
 
     @property
     def is_stored(self) -> bool:
@@ -110,7 +114,8 @@ class ResponsesExchange(Exchange):
         self._num_events = 0
 
     def read_call(self) -> ServerCall:
-        body, top = self.body, self.body.top_logprobs or 0
+        body = self.body
+        top = body.top_logprobs or 0
         has_log_probs = LOG_PROBS in self._includes
         expect(has_log_probs or not top, "top_logprobs", top, f"include with {LOG_PROBS!r} beside it")
         settings = body.settings()
@@ -169,13 +174,15 @@ class ResponsesExchange(Exchange):
         sent = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
         for number, item in enumerate(sent):
             check_item(item, f"input.{number}")
+        previous = body.previous_response_id
         items = []
-        if (previous := body.previous_response_id) is not None:
+        if previous is not None:
             items = expect_stored(self._memory.items(previous), "previous_response_id", previous)
         referenced = set()
         for number, item in enumerate(sent):
             if item.get("type") == "item_reference":
-                place, id = f"input.{number}.id", item["id"]
+                id = item["id"]
+                place = f"input.{number}.id"
                 expect(id not in referenced, place, id, "one reference to each item")  # each reference copies the item
                 referenced.add(id)
                 item = expect_stored(self._memory.item(id), place, id)
@@ -236,7 +243,7 @@ class ResponsesExchange(Exchange):
             "tools": [flat_tool(tool["function"]) for tool in self._functions],
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
-            "usage": usage and response_usage(usage),
+            "usage": None if usage is None else response_usage(usage),
         }
 
 

@@ -23,8 +23,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]], template: str, thou
             message["role"] = "system"
         if message.get("content") is None and message.get("role") in ("assistant", "tool"):
             message["content"] = ""
-        other = message.pop("reasoning", None)
-        thoughts = message.pop("reasoning_content", None) or other
+        reasoning = message.pop("reasoning", None)
+        thoughts = message.pop("reasoning_content", None) or reasoning
         if isinstance(thoughts, str) and thoughts:
             message[thoughts_key] = thoughts
         if isinstance(message.get("tool_calls"), list):

@@ -10,11 +10,12 @@ def flat_choice(choice: Any) -> Any:
     """Returns a choice of the chat API in the form of the Responses API, which does not nest names and modes."""
     if not isinstance(choice, dict) or not isinstance(choice.get("type"), str):
         return choice
-    inner = choice.get(choice["type"])
-    inner = inner if isinstance(inner, dict) else {}
-    if isinstance(inner.get("tools"), list):
-        inner = inner | {"tools": [flat_choice(tool) for tool in inner["tools"]]}
-    return choice | inner
+    nested = choice.get(choice["type"])
+    if not isinstance(nested, dict):
+        return choice
+    if isinstance(nested.get("tools"), list):
+        nested = nested | {"tools": [flat_choice(tool) for tool in nested["tools"]]}
+    return choice | nested
 
 
 def offered_tools(functions: list[dict[str, Any]], choice: Any, is_parallel: bool) -> Tools:

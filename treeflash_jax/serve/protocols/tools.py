@@ -11,7 +11,8 @@ from treeflash_jax.serve.protocols.exchange import Served
 def read_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns tools of OpenAI's chat API. Raises ValueError for a tool that is not a function with a name."""
     for number, tool in enumerate(tools):
-        place, function = f"tools.{number}", tool.get("function")
+        place = f"tools.{number}"
+        function = tool.get("function")
         has_name = isinstance(function, dict) and _is_name(function.get("name"))
         expect(has_name, place, tool, "a function with a name: {'type': 'function', 'function': {'name': ...}}")
         _check_parameters(function.get("parameters"), f"{place}.function.parameters")
@@ -25,7 +26,8 @@ def read_response_tools(tools: Sequence[dict[str, Any]], served: Served) -> list
     request. A function without `strict` stays not strict. OpenAI would make it strict if possible, but its schema was not
     written for that, and may have more states than this server can follow.
     """
-    functions, left_out = [], set()
+    functions = []
+    left_out = set()
     for number, tool in enumerate(tools):
         if tool.get("type") != "function":
             left_out.add(quoted(tool.get("type")))
@@ -43,7 +45,8 @@ def read_anthropic_tools(tools: Sequence[dict[str, Any]], served: Served) -> lis
 
     Raises ValueError for a tool without a name or a schema.
     """
-    functions, left_out = [], set()
+    functions = []
+    left_out = set()
     for number, tool in enumerate(tools):
         if tool.get("type") not in (None, "custom"):
             left_out.add(quoted(tool["type"]))
@@ -51,8 +54,8 @@ def read_anthropic_tools(tools: Sequence[dict[str, Any]], served: Served) -> lis
         name, schema = tool.get("name"), tool.get("input_schema")
         expect(_is_name(name), f"tools.{number}.name", name, "the name of a tool")
         expect(isinstance(schema, dict), f"tools.{number}.input_schema", schema, "a JSON schema")
-        more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-        functions.append({"type": "function", "function": {"name": name, "parameters": schema, **more}})
+        optional = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+        functions.append({"type": "function", "function": {"name": name, "parameters": schema, **optional}})
     _note_left_out("/v1/messages", left_out, served)
     return functions
 
