@@ -48,7 +48,10 @@ def case():
 
 
 def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml, case):
+    """And weights of tokens are those of their losses."""
     weights, small, batch, keys = case
+    lighter = np.where(batch.positions_bt == 3, 0.25, 1)
+    batch = replace(batch, weights_bt=batch.weights_bt * lighter)
 
     def sums(vocabulary):
         settings = registry.read_stage(toml, [f"vocabulary={vocabulary}", "loss=forward-kl"])
@@ -56,7 +59,7 @@ def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml, case):
         return jax.jit(partial(language_model_sums, **arguments))(small, {"verifier": weights}, batch, keys)
 
     whole, every, some = (sums(size) for size in (0, MODEL.vocab_size, 40))
-    assert 0 < whole["overlap"][0] < whole["overlap"][1]
+    assert 0 < whole["overlap"][0] < whole["overlap"][1] and whole["loss"][1] == 6 - 2 * 0.75
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), every, whole)
     assert abs(some["loss"][0] / whole["loss"][0] - 1) > 1e-3 and some["loss"][1] == whole["loss"][1]
 
