@@ -67,7 +67,7 @@ class RespondConfig:
     exclude: tuple[str, ...] = setting(
         (),
         "JSONL files of prompts that the drafter will be evaluated on. Prompts that share eight consecutive words with "
-        "any of these are left out",
+        "any of these, or are the same in fewer words, are left out",
     )
     thinking: bool = setting(False, "ask the chat template for answers with thinking; drafters trained on them record it")
     template: dict[str, Any] = setting(help="further arguments of the chat template, by name", default_factory=dict)
@@ -123,8 +123,10 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     left_out: Counter[str] = Counter()
     if settings.exclude and model.tokenizer is None:
         raise ValueError(f"got exclude and a verifier without a tokenizer, expected tokenizer.json in {settings.verifier}")
-    evaluated = [" ".join(prompt.turns) for path in settings.exclude for prompt in read_prompts(path)]
-    excluded = {words for text in evaluated for words in word_sequences(text)}
+    excluded: set[tuple[str, ...]] = set()
+    for path in settings.exclude:
+        for prompt in read_prompts(path):
+            excluded |= word_sequences(prompt.turns[0]) | word_sequences(" ".join(prompt.turns))
 
     skipped = left_out if settings.malformed == "skip" else None
     for source in settings.sources:
@@ -137,7 +139,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
                 continue
             if len(ids) > settings.max_prompt_tokens:
                 left_out["too long"] += 1
-            elif excluded and not excluded.isdisjoint(word_sequences(model.tokenizer.decode(ids))):
+            elif excluded and not excluded.isdisjoint(word_sequences(question_text(record.content, model.tokenizer))):
                 left_out["excluded"] += 1
             else:
                 prompts.append(SourcePrompt(source.name, ids))
@@ -157,9 +159,22 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
 
 
 def word_sequences(text: str) -> set[tuple[str, ...]]:
-    """Returns all sequences of OVERLAP consecutive words, in lower case and without punctuation."""
+    """Returns all sequences of OVERLAP consecutive words, in lower case and without punctuation.
+
+    A shorter text is one sequence, which is only equal to that of a text with the same words.
+    """
     words = re.findall(r"\w+", text.lower())
-    return {tuple(words[start : start + OVERLAP]) for start in range(len(words) - OVERLAP + 1)}
+    return {tuple(words[start : start + OVERLAP]) for start in range(max(1, len(words) - OVERLAP + 1))}
+
+
+def question_text(content: Any, tokenizer: Tokenizer) -> str:
+    """Returns the text of a record's prompt: the user's turns of a chat without its template, a text, or decoded ids."""
+    question = _question(content)
+    if isinstance(question, str):
+        return question
+    if isinstance(question[0], int):
+        return tokenizer.decode(question)
+    return " ".join(message["content"] for message in question if message["role"] == "user")
 
 
 def encode_question(record: Record, tokenizer: Tokenizer | None, skipped: Counter[str] | None) -> list[int] | None:
