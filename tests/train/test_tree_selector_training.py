@@ -130,7 +130,7 @@ def test_from_prompts_to_answers(tmp_path, capsys):
     assert made.read_bytes() != weights
     train()
     assert made.read_bytes() == weights
-    few = [f"sources=[{{path='{prompts}', limit=2, hold_out=4}}]"]
+    few = [f"sources=[{{path='{prompts}', hold_out=0}}]"]
     refused(partial(train, *few), "expected at least one that is held out; give the source hold_out=8")
     assert made.read_bytes() == weights
     how = {"builder": "delayed", "selector": made.parent, "max_new_tokens": 12}
