@@ -148,13 +148,15 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
         expected = "at least one that is held out; give the source hold_out=8" if held_out else "at least one"
         raise ValueError(f"got no prompt of at most {settings.max_prompt_tokens} tokens ({reasons}), expected {expected}")
     prompts.sort(key=lambda prompt: len(prompt.ids))
-    longest, context = len(prompts[-1].ids), model.verifier.max_positions
+    longest = len(prompts[-1].ids)
+    context = model.verifier.max_positions
     if longest + settings.max_new_tokens > context:
         raise ValueError(
             f"got a prompt of {longest} tokens + {settings.max_new_tokens} new tokens, expected at most {context} together "
             "(the verifier's context); lower max_prompt_tokens or max_new_tokens"
         )
-    hosts.say(f"{len(prompts):,} prompts" + (f"; left out: {reasons}" if reasons else ""))
+    left_out_note = f"; left out: {reasons}" if reasons else ""
+    hosts.say(f"{len(prompts):,} prompts{left_out_note}")
     return prompts
 
 
@@ -234,9 +236,15 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[SourcePr
                 hosts.say("interrupted; the same command continues from here")
                 raise SystemExit(130)
             prompt = prompts[share[at]]
-            record = {"index": share[at], "source": prompt.source, "temperature": temperatures[at]}
-            record |= {"finished": result.finished, "prompt": prompt.ids, "response": result.ids}
-            add(share[at], json.dumps(record) + "\n")
+            line = {
+                "index": share[at],
+                "source": prompt.source,
+                "temperature": temperatures[at],
+                "finished": result.finished,
+                "prompt": prompt.ids,
+                "response": result.ids,
+            }
+            add(share[at], json.dumps(line) + "\n")
             tokens += len(result.ids)
             bar.show(len(done) + number)
             if time.perf_counter() - printed > SECONDS_BETWEEN_LINES or number == len(share):

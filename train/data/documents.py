@@ -171,9 +171,11 @@ def _render(tokenizer: Tokenizer, messages: Messages) -> list[str]:
     turns = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > 0]
     if not turns:
         raise ValueError("got no assistant turn, expected at least one after another's")
-    return [
-        tokenizer.render(messages[: k + is_whole], add_generation_prompt=not is_whole) for k in turns for is_whole in (0, 1)
-    ]
+    texts = []
+    for k in turns:
+        texts.append(tokenizer.render(messages[:k], add_generation_prompt=True))
+        texts.append(tokenizer.render(messages[: k + 1], add_generation_prompt=False))
+    return texts
 
 
 def _weigh(prefixes: list[list[int]], ends: set[int], prompt_weight: float) -> Document:
