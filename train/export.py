@@ -172,7 +172,8 @@ def card(
         last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
     measured = []
     for name, value in last.items():
-        shown = ("-" if x is None else f"{x:.3f}" for x in (value if isinstance(value, list) else [value]))
+        values = value if isinstance(value, list) else [value]
+        shown = ("-" if x is None else f"{x:.3f}" for x in values)
         measured.append(f"| {name.removeprefix('held_out/')} | {' '.join(shown)} |")
     measured_table = "\n".join(measured) or "| none was measured | |"
     header = f"license: {json.dumps(settings.licence)}\n"  # JSON is YAML

@@ -139,7 +139,8 @@ def language_model_sums(
     If the vocabulary is sampled, distributions are over the sample.
     """
     tables = frozen["verifier"]
-    dtype, trees = tables["embed"].dtype, frozen | params
+    dtype = tables["embed"].dtype
+    trees = frozen | params
     weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in drafter.specs()})
     teacher = teach(tables, verifier, drafter.taps, batch, attention)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)

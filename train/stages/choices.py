@@ -67,4 +67,6 @@ def attention(device: Device, requested: str = "auto") -> str:
     kernel = {"tpu": "splash", "gpu": "cudnn" if has_cudnn else None}.get(device.backend)
     if requested not in ("auto", "chunked", "splash" if device.is_cpu else kernel):
         raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'auto' or 'chunked'")
-    return (kernel or "chunked") if requested == "auto" else requested
+    if requested == "auto":
+        return kernel or "chunked"
+    return requested
