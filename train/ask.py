@@ -57,14 +57,14 @@ def main(settings: AskConfig) -> None:
     with hosts.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"):
         answers.check_settings(settings, out, FREE)
         model = load(verifier=locate(settings.verifier, "verifier"), drafter=NO_DRAFTER)
-        known, first = read_questions(out)
+        questions, next_number = read_questions(out)
         answers.save_settings(settings, out)
-        with watch.Bar("questions", settings.count, len(known)) as bar:
-            for lines in ask(model, settings, known, first):
+        with watch.Bar("questions", settings.count, len(questions)) as bar:
+            for lines in ask(model, settings, questions, next_number):
                 files.write(out, (out.read_bytes() if out.exists() else b"") + "".join(lines).encode())
-                bar.show(len(known))
-                hosts.say(f"{len(known):,} of {settings.count:,} questions")
-    hosts.say(f"{len(known):,} questions in {out}")
+                bar.show(len(questions))
+                hosts.say(f"{len(questions):,} of {settings.count:,} questions")
+    hosts.say(f"{len(questions):,} questions in {out}")
 
 
 def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
@@ -84,17 +84,20 @@ def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
 def read_questions(out: epath.Path) -> tuple[set[str], int]:
     """Returns the normalised questions of a file, and the number of the next question to try."""
     records = [json.loads(line) for line in out.read_bytes().splitlines()] if out.exists() else []
-    first = int(records[-1]["id"]) + 1 if records else 0
-    return {normalised(record["turns"][0]) for record in records}, first
+    next_number = int(records[-1]["id"]) + 1 if records else 0
+    return {normalised(record["turns"][0]) for record in records}, next_number
 
 
-def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:
-    """Yields lines of new questions, from number `first` on, until there are enough. Adds them, normalised, to `known`."""
+def ask(model: TreeFlash, settings: AskConfig, questions: set[str], next_number: int) -> Iterator[list[str]]:
+    """Yields lines of new questions, from number `next_number` on, until there are enough.
+
+    Adds them, normalised, to `questions`.
+    """
     opening, closing = question_tokens(model.tokenizer)
-    idle = 0
+    num_idle = 0  # successive writes without a new question
     tries = max(TRIES, 2 * settings.batch)  # slots stay unused at the end of a call
-    while len(known) < settings.count:
-        numbers = range(first, first + tries)
+    while len(questions) < settings.count:
+        numbers = range(next_number, next_number + tries)
         lines = []
         results = model.generate(
             [opening] * tries,
@@ -112,17 +115,17 @@ def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> I
                 hosts.say("interrupted; the same command continues from here")
                 raise SystemExit(130)
             text = result.text.strip()
-            is_new = result.finished == "stop" and text and normalised(text) not in known
-            if is_new and len(known) < settings.count:
-                known.add(normalised(text))
+            is_new = result.finished == "stop" and text and normalised(text) not in questions
+            if is_new and len(questions) < settings.count:
+                questions.add(normalised(text))
                 lines.append(json.dumps({"id": str(number), "turns": [text]}, ensure_ascii=False) + "\n")
-        idle = 0 if lines else idle + 1
-        if idle == MOST_IDLE:
+        num_idle = 0 if lines else num_idle + 1
+        if num_idle == MOST_IDLE:
             raise ValueError(
                 f"got no new question in {MOST_IDLE * tries:,} tries, expected some: {settings.verifier} does not write "
                 "users' turns; give prompts instead (in train.pair: questions=0)"
             )
-        first += tries
+        next_number += tries
         yield lines
 
 

@@ -87,7 +87,8 @@ class DrafterStage(BlockStage):
             head_rank=self.head_rank,
             candidates=HEADS[self.head].candidates,
         )
-        if copied := self.initial_layers:
+        copied = self.initial_layers
+        if copied:
             is_one_each = len(copied) == self.num_layers and max(copied) < verifier.num_layers
             if not (is_one_each and choices.has_drafter_layers(verifier)):
                 raise ValueError(

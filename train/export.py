@@ -35,7 +35,7 @@ from treeflash_jax.core.settings import setting
 from treeflash_jax.drafters.protocol import Drafter
 from treeflash_jax.engine.settings.defaults import PLAIN_CPU
 from treeflash_jax.engine.settings.pairs import HUB_IDS
-from treeflash_jax.formats import draft_vocabulary, model_files, storage
+from treeflash_jax.formats import draft_vocabulary, hub, model_files, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TAU_PROMPTS, TAU_TOKENS = 8, 64
@@ -118,13 +118,15 @@ def read_params(settings: ExportConfig, loop: LoopConfig, specs: Any, inputs: Fr
 def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Path) -> tuple[float | None, str]:
     """Returns the tau of the drafter in a folder on a few held-out prompts (or None), and a text about it to print."""
     try:
-        few = [  # a random sample, because reading all records may take minutes
-            dataclasses.replace(source, limit=min(source.limit or limit, limit))
-            for source in trained.sources
-            if source.format != "text" and (limit := TAU_PROMPTS * source.hold_out)
-        ]
-        corpus = few and packing.load_corpus(few, trained.data, tokenizer, trained.loop.seed)
-        prompts = held_out_prompts(corpus, TAU_PROMPTS) if corpus else []
+        sampled_sources = []  # a random sample, because reading all records may take minutes
+        for source in trained.sources:
+            limit = TAU_PROMPTS * source.hold_out
+            if source.format != "text" and limit:
+                sampled_sources.append(dataclasses.replace(source, limit=min(source.limit or limit, limit)))
+        prompts = []
+        if sampled_sources:
+            corpus = packing.load_corpus(sampled_sources, trained.data, tokenizer, trained.loop.seed)
+            prompts = held_out_prompts(corpus, TAU_PROMPTS)
         if not prompts:
             raise ValueError("the sources hold out no prompt")
         model = tf.load(verifier=trained.verifier, drafter=folder, thinking=bool(trained.data.thinking))
@@ -138,21 +140,22 @@ def measure_tau(trained: DraftingStage, tokenizer: Tokenizer | None, folder: Pat
     return tau, f"tau {tau:.2f} of the folder loaded again: {how}"
 
 
-def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfig) -> int:
+def choose_step(saved: dict[int, dict[str, float]], requested: str, loop: LoopConfig) -> int:
     """Returns the step that "last", "best" or a number names. Raises ValueError if it was not saved."""
     if not saved:
         steps = f"loop.save_every = {loop.save_every} steps"
         raise ValueError(f"got a run without checkpoints, expected one that trained for {steps}; continue it")
-    if wanted == "best":
+    if requested == "best":
         scores = {step: metrics[loop.best] for step, metrics in saved.items() if loop.best in metrics}
         if not scores:
             hint = "give step=last (and, with under 50 documents, sources.0.hold_out=4)"
             raise ValueError(f"{loop.best} was never measured; {hint}")
         return (min if loop.best_mode == "min" else max)(scores, key=scores.get)
-    step = max(saved, default=0) if wanted == "last" else int(wanted) if wanted.isdigit() else 0
-    if step not in saved:
-        raise ValueError(f"got step {wanted!r}, expected last, best or one of {[*saved]}")
-    return step
+    if requested == "last":
+        return max(saved)
+    if not requested.isdecimal() or int(requested) not in saved:
+        raise ValueError(f"got step {requested!r}, expected last, best or one of {[*saved]}")
+    return int(requested)
 
 
 def card(
@@ -169,13 +172,18 @@ def card(
         last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
     measured = []
     for name, value in last.items():
-        shown = ("-" if x is None else f"{x:.3f}" for x in (value if isinstance(value, list) else [value]))
+        values = value if isinstance(value, list) else [value]
+        shown = ("-" if x is None else f"{x:.3f}" for x in values)
         measured.append(f"| {name.removeprefix('held_out/')} | {' '.join(shown)} |")
+    measured_table = "\n".join(measured) or "| none was measured | |"
+    header = f"license: {json.dumps(settings.licence)}\n"  # JSON is YAML
+    base_model = HUB_IDS.get(trained.verifier, trained.verifier)
+    if hub.is_hub_id(base_model) and not Path(base_model).exists():
+        header += f"base_model: {json.dumps(base_model)}\n"
+    log_picture = f"\n![Loss and tau by step]({picture.NAME})\n" if lines else ""
     return f"""---
-license: {settings.licence}
-base_model: {HUB_IDS.get(trained.verifier, trained.verifier)}
-library_name: treeflash-jax
-tags: [speculative-decoding, {dialect}]
+{header}library_name: treeflash-jax
+tags: [speculative-decoding, {json.dumps(dialect)}]
 ---
 
 # A {drafter.kind} drafter for {trained.verifier}
@@ -202,11 +210,11 @@ or, on the command line (the second path is this folder, wherever it lies):
 
 | metric | value |
 |---|---|
-{chr(10).join(measured) or "| none was measured | |"}
+{measured_table}
 
 `top1`, `overlap`: per slot, given the right token before it. `tau_n`: tokens committed per round, trees of n nodes (root
 included).
-{f"{chr(10)}![Loss and tau by step]({picture.NAME}){chr(10)}" if lines else ""}
+{log_picture}
 ## Settings of the run
 
 ```toml

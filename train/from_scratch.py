@@ -62,8 +62,10 @@ def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
         if source.format == "responses":
             raise ValueError(f"{source.path}: got responses, which are token ids already; expected chats or texts")
         for record in read_records(source, seed):
-            content = record.content
-            yield from [content] if isinstance(content, str) else [message["content"] for message in content]
+            if isinstance(record.content, str):
+                yield record.content
+            else:
+                yield from (message["content"] for message in record.content)
 
 
 def train_tokenizer(settings: FromScratchConfig) -> None:

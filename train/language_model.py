@@ -139,7 +139,8 @@ def language_model_sums(
     If the vocabulary is sampled, distributions are over the sample.
     """
     tables = frozen["verifier"]
-    dtype, trees = tables["embed"].dtype, frozen | params
+    dtype = tables["embed"].dtype
+    trees = frozen | params
     weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in drafter.specs()})
     teacher = teach(tables, verifier, drafter.taps, batch, attention)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
@@ -191,7 +192,7 @@ def drafted_shifts(
     distance_b = jax.vmap(lambda key: jax.random.randint(key, (), 1, depths + 1))(keys_b)
     index_t = jnp.arange(batch.tokens_bt.shape[1])
     source_bt = jnp.maximum(index_t - distance_b[:, None], index_t - batch.positions_bt)
-    precedes_answer_bt = jnp.roll(batch.weights_bt, -1, axis=1).at[:, -1].set(0) > 0
+    precedes_answer_bt = jnp.roll(batch.weights_bt, -1, axis=1).at[:, -1].set(0) == 1  # prompts may have smaller weights
     shifts = steering.make_shifts(params, pick(features_btj, source_bt))
     return tuple(jnp.where(precedes_answer_bt[..., None], shift_btf, 0) for shift_btf in shifts)
 

@@ -97,8 +97,9 @@ def measure(settings: MeasureConfig) -> dict[str, Any]:
     summary = report.summarise([x for x in records if x["system"] != slower])
     nodes = systems[0].config.nodes
     for entry in summary["systems"]:
-        mine, alone = (_answers(records, name, entry["temperature"]) for name in (entry["system"], NGRAMS))
-        entry["over_ngrams"] = report.paired_ratio(mine, alone, "tokens", "seconds")
+        drafted = _answers(records, entry["system"], entry["temperature"])
+        ngrams = _answers(records, NGRAMS, entry["temperature"])
+        entry["over_ngrams"] = report.paired_ratio(drafted, ngrams, "tokens", "seconds")
     options = summary["settings"] | run_config.to_dict(settings) | {"nodes": nodes}
     return summary | {"settings": options, "prompts": len(records) // answers}
 

@@ -55,15 +55,15 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
         hosts.say(f"\n{number} of {len(needed)}: python -m train.{stage.name} {shlex.quote(str(toml))}")
         if stage.name == "drafter":
             composer.read_answers()
-        made = stage.compose(composer)
-        inputs = stage.inputs(composer, made)
+        stage_settings = stage.compose(composer)
+        inputs = stage.inputs(composer, stage_settings)
         action = begun.action(stage, inputs)
         if action != "begin":
-            made = stage.continued(made, settings)
-        composer.stages[stage.name] = made
+            stage_settings = stage.continued(stage_settings, settings)
+        composer.stages[stage.name] = stage_settings
         if action == "skip":
             if stage.name == "respond":  # all stages have the same verifier, and stages that run compare it themselves
-                answers.check_inputs(made, files.absolute(made.out))
+                answers.check_inputs(stage_settings, files.absolute(stage_settings.out))
             hosts.say("  finished before")
             continue
         if action == "begin" and stage.name in begun.by_name:
@@ -71,16 +71,16 @@ def run_stages(composer: Composer, begun: StageInputs) -> None:
             changed = begun.changed(stage, inputs) or f"{read} changed"
             folder = stage.set_aside(settings)
             hosts.say(f"  begins again, as {changed}; earlier results are kept in {folder}")
-        run_config.save(made, toml)
+        run_config.save(stage_settings, toml)
         begun.save(stage, inputs, finished=False)
         run_config.save(settings, settings.path("pair.toml"))
-        values = dotted(run_config.to_dict(made), into_lists=True)
+        values = dotted(run_config.to_dict(stage_settings), into_lists=True)
         for key in stage.shown:
             hosts.say(f"  {key} = {values[key]}")
         if stage.name == "drafter":
-            stage.main(made, on_timed=partial(announce, began, made.loop.steps))
+            stage.main(stage_settings, on_timed=partial(announce, began, stage_settings.loop.steps))
         else:
-            stage.main(made)
+            stage.main(stage_settings)
         begun.save(stage, inputs, finished=True)
 
 

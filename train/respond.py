@@ -67,7 +67,7 @@ class RespondConfig:
     exclude: tuple[str, ...] = setting(
         (),
         "JSONL files of prompts that the drafter will be evaluated on. Prompts that share eight consecutive words with "
-        "any of these are left out",
+        "any of these, or are the same in fewer words, are left out",
     )
     thinking: bool = setting(False, "ask the chat template for answers with thinking; drafters trained on them record it")
     template: dict[str, Any] = setting(help="further arguments of the chat template, by name", default_factory=dict)
@@ -123,8 +123,10 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     left_out: Counter[str] = Counter()
     if settings.exclude and model.tokenizer is None:
         raise ValueError(f"got exclude and a verifier without a tokenizer, expected tokenizer.json in {settings.verifier}")
-    evaluated = [" ".join(prompt.turns) for path in settings.exclude for prompt in read_prompts(path)]
-    excluded = {words for text in evaluated for words in word_sequences(text)}
+    excluded: set[tuple[str, ...]] = set()
+    for path in settings.exclude:
+        for prompt in read_prompts(path):
+            excluded |= word_sequences(prompt.turns[0]) | word_sequences(" ".join(prompt.turns))
 
     skipped = left_out if settings.malformed == "skip" else None
     for source in settings.sources:
@@ -137,7 +139,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
                 continue
             if len(ids) > settings.max_prompt_tokens:
                 left_out["too long"] += 1
-            elif excluded and not excluded.isdisjoint(word_sequences(model.tokenizer.decode(ids))):
+            elif excluded and not excluded.isdisjoint(word_sequences(question_text(record.content, model.tokenizer))):
                 left_out["excluded"] += 1
             else:
                 prompts.append(SourcePrompt(source.name, ids))
@@ -146,20 +148,35 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
         expected = "at least one that is held out; give the source hold_out=8" if held_out else "at least one"
         raise ValueError(f"got no prompt of at most {settings.max_prompt_tokens} tokens ({reasons}), expected {expected}")
     prompts.sort(key=lambda prompt: len(prompt.ids))
-    longest, context = len(prompts[-1].ids), model.verifier.max_positions
+    longest = len(prompts[-1].ids)
+    context = model.verifier.max_positions
     if longest + settings.max_new_tokens > context:
         raise ValueError(
             f"got a prompt of {longest} tokens + {settings.max_new_tokens} new tokens, expected at most {context} together "
             "(the verifier's context); lower max_prompt_tokens or max_new_tokens"
         )
-    hosts.say(f"{len(prompts):,} prompts" + (f"; left out: {reasons}" if reasons else ""))
+    left_out_note = f"; left out: {reasons}" if reasons else ""
+    hosts.say(f"{len(prompts):,} prompts{left_out_note}")
     return prompts
 
 
 def word_sequences(text: str) -> set[tuple[str, ...]]:
-    """Returns all sequences of OVERLAP consecutive words, in lower case and without punctuation."""
+    """Returns all sequences of OVERLAP consecutive words, in lower case and without punctuation.
+
+    A shorter text is one sequence, which is only equal to that of a text with the same words.
+    """
     words = re.findall(r"\w+", text.lower())
-    return {tuple(words[start : start + OVERLAP]) for start in range(len(words) - OVERLAP + 1)}
+    return {tuple(words[start : start + OVERLAP]) for start in range(max(1, len(words) - OVERLAP + 1))}
+
+
+def question_text(content: Any, tokenizer: Tokenizer) -> str:
+    """Returns the text of a record's prompt: the user's turns of a chat without its template, a text, or decoded ids."""
+    question = _question(content)
+    if isinstance(question, str):
+        return question
+    if isinstance(question[0], int):
+        return tokenizer.decode(question)
+    return " ".join(message["content"] for message in question if message["role"] == "user")
 
 
 def encode_question(record: Record, tokenizer: Tokenizer | None, skipped: Counter[str] | None) -> list[int] | None:
@@ -219,9 +236,15 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[SourcePr
                 hosts.say("interrupted; the same command continues from here")
                 raise SystemExit(130)
             prompt = prompts[share[at]]
-            record = {"index": share[at], "source": prompt.source, "temperature": temperatures[at]}
-            record |= {"finished": result.finished, "prompt": prompt.ids, "response": result.ids}
-            add(share[at], json.dumps(record) + "\n")
+            line = {
+                "index": share[at],
+                "source": prompt.source,
+                "temperature": temperatures[at],
+                "finished": result.finished,
+                "prompt": prompt.ids,
+                "response": result.ids,
+            }
+            add(share[at], json.dumps(line) + "\n")
             tokens += len(result.ids)
             bar.show(len(done) + number)
             if time.perf_counter() - printed > SECONDS_BETWEEN_LINES or number == len(share):

@@ -63,58 +63,104 @@ class SelectorConfig(respond.RespondConfig):
     every: int = setting(5, "rounds from one label of an answer to the next", least=1)
     draws: int = setting(4, "draws of every tree that a label averages", least=1)
 
+    @property
+    def samplings(self) -> list[tuple[float, float]]:
+        """All combinations of a temperature and a top-p."""
+        return [*product(self.temperatures, self.top_p)]
+
 
 def main(settings: SelectorConfig) -> None:
-    with files.filled(files.absolute(settings.out) / "model", overwrite=True) as folder:
+    hosts.connect()
+    if jax.process_count() > 1:
+        raise ValueError(f"got {jax.process_count()} processes, expected one")
+    out = files.absolute(settings.out)
+    with (
+        hosts.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}"),
+        files.filled(out / "model", overwrite=True) as folder,
+    ):
         model = respond.load_answering_model(settings)
-        pair = digest_pair(model.verifier, model.drafter)
-        config = tree_selector.TreeSelectorConfig(trees=settings.trees, rule=settings.acceptance, pair=pair)
-        plan = model.plan(GenerateConfig(builder="delayed", acceptance=config.rule, nodes=config.num_nodes))
-        plan = replace(plan, num_nodes=config.num_nodes, shape=replace(plan.shape, selector=config))
-        prompts = [respond.collect_prompts(settings, model, held_out=is_held_out) for is_held_out in (False, True)]
-        train, held_out = (record(model, settings, plan, part) for part in prompts)
-        weights = fit(train, config)
-        tree_selector_folder.save(folder, config, weights)
-    hosts.say(f"{describe(weights, train, held_out)}; selector in {settings.out}/model, for builder=delayed")
+        plan = make_plan(model, settings)
+        train, held_out = (collect_labels(model, settings, plan, part) for part in collect_prompts(settings, model))
+        weights = fit(train, plan.shape.selector, len(settings.samplings))
+        tree_selector_folder.save(folder, plan.shape.selector, weights)
+    result = describe(weights, train, held_out, len(settings.samplings))
+    hosts.say(f"{result}; selector in {settings.out}/model, for builder=delayed")
 
 
-def always(config: tree_selector.TreeSelectorConfig, index: Any) -> dict[str, jax.Array]:
+def make_plan(model: TreeFlash, settings: SelectorConfig) -> DecodePlan:
+    """Returns the plan of rounds whose tree a selector chooses from the list."""
+    pair = digest_pair(model.verifier, model.drafter)
+    config = tree_selector.TreeSelectorConfig(trees=settings.trees, rule=settings.acceptance, pair=pair)
+    plan = model.plan(GenerateConfig(builder="delayed", acceptance=config.rule, nodes=config.num_nodes))
+    return replace(plan, num_nodes=config.num_nodes, shape=replace(plan.shape, selector=config))
+
+
+def collect_prompts(settings: SelectorConfig, model: TreeFlash) -> list[list[respond.SourcePrompt]]:
+    """Returns the prompts for training and those held out.
+
+    Raises the errors of `respond.collect_prompts`, and ValueError for fewer prompts than sampling settings.
+    """
+    parts = [respond.collect_prompts(settings, model, held_out=is_held_out) for is_held_out in (False, True)]
+    for kind, prompts in zip(("training", "held-out"), parts, strict=True):
+        if len(prompts) < len(settings.samplings):
+            raise ValueError(
+                f"got {len(prompts)} {kind} prompts, expected at least {len(settings.samplings)}, one for each temperature "
+                "with each top_p; give more prompts, another sources.0.hold_out, or fewer temperatures or top_p"
+            )
+    return parts
+
+
+def fixed_choice_weights(config: tree_selector.TreeSelectorConfig, index: Any) -> dict[str, jax.Array]:
     """Returns the weights of a selector that always chooses the same tree."""
     weights = {name: jnp.zeros(spec.shape) for name, spec in tree_selector.specs(config).items()}
     return weights | {f"bias_{len(tree_selector.WIDTHS)}": jax.nn.one_hot(index, len(config.trees))}
 
 
-def record(model: TreeFlash, settings: SelectorConfig, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]) -> Labels:
-    """Answers the prompts, each batch with one of the trees. Returns labels for every `settings.every`-th round."""
+def collect_labels(
+    model: TreeFlash, settings: SelectorConfig, plan: DecodePlan, prompts: Sequence[respond.SourcePrompt]
+) -> Labels:
+    """Answers the prompts, each batch with one of the trees. Returns labels for every `settings.every`-th round.
+
+    Raises ValueError if no round has one of the sampling settings, because its answers end at their first token.
+    """
     capacity = round_capacity(len(prompts[-1].ids) + settings.max_new_tokens + 1 + plan.path_length)
-    samplings = [*product(settings.temperatures, settings.top_p)]
+    samplings = settings.samplings
     trees = cycle(range(len(settings.trees)))
-    parts: list[Any] = []
+    parts: list[list[np.ndarray]] = []
     with watch.Bar("prompts", len(prompts)) as bar:
-        for first in range(0, len(prompts), settings.batch):
-            number_b = np.arange(len(prompts))[first : first + settings.batch]
-            setting_b = number_b % len(samplings)
+        for start in range(0, len(prompts), settings.batch):
+            index_b = np.arange(len(prompts))[start : start + settings.batch]
+            setting_b = index_b % len(samplings)
             temperature, top_p = zip(*(samplings[i] for i in setting_b), strict=True)
-            requests = model.settings_and_requests(
-                [prompts[i].ids for i in number_b], indices=number_b, temperature=temperature, top_p=top_p,
+            _, requests = model.settings_and_requests(
+                [prompts[i].ids for i in index_b], indices=index_b, temperature=temperature, top_p=top_p,
                 max_new_tokens=settings.max_new_tokens, seed=settings.seed,
-            )[1]  # fmt: skip
-            rows = requests + [None] * (settings.batch - len(requests))
-            batch = make_batch(rows, SamplingSizes.fit(requests), capacity=capacity, dtype=model.dtype, mesh=model.mesh)
-            choice = sharding.place(always(plan.shape.selector, next(trees)), model.mesh, over_batch=False)
+            )  # fmt: skip
+            slots = requests + [None] * (settings.batch - len(requests))
+            batch = make_batch(slots, SamplingSizes.fit(requests), capacity=capacity, dtype=model.dtype, mesh=model.mesh)
+            choice = fixed_choice_weights(plan.shape.selector, next(trees))
+            choice = sharding.place(choice, model.mesh, over_batch=False)
             weights = model.weights.replace(tree_selector=choice)
             runner = Runner(plan, weights, model.mesh)
             state = Prefill(runner, batch).read_all()
-            while (is_live_b := ~np.asarray(state.done_b)[: len(requests)]).any() or not parts:
-                columns = *runner.call(label, weights, state, plan=plan, draws=settings.draws), setting_b
-                parts.append([np.asarray(x_b)[: len(requests)][is_live_b] for x_b in columns])
+            is_live_b = ~np.asarray(state.done_b)[: len(requests)]
+            while is_live_b.any():
+                features_bf, expected_ba = runner.call(label_roots, weights, state, plan=plan, draws=settings.draws)
+                labels = features_bf, expected_ba, setting_b
+                parts.append([np.asarray(x_b)[: len(requests)][is_live_b] for x_b in labels])
                 state = runner.call(loops.decode, weights, state, jnp.int32(settings.every), plan=plan)
-            bar.show(first + settings.batch)
+                is_live_b = ~np.asarray(state.done_b)[: len(requests)]
+            bar.show(start + settings.batch)
+    labelled_settings = {index for *_, setting_o in parts for index in setting_o.tolist()}
+    for index, (temperature, top_p) in enumerate(samplings):
+        if index not in labelled_settings:
+            got = f"got no round with temperature {temperature} and top_p {top_p}, expected at least one"
+            raise ValueError(f"{got}; give more prompts or more max_new_tokens")
     return tuple(np.concatenate(x) for x in zip(*parts, strict=True))
 
 
 @partial(jax.jit, static_argnames=("plan", "draws"))
-def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int) -> tuple[jax.Array, jax.Array]:
+def label_roots(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int) -> tuple[jax.Array, jax.Array]:
     """Returns the selector's inputs [b, f], and the expected number of tokens of each tree, averaged over draws [b, a]."""
     expander = rounds.draft_expander(weights, state, plan)
     config = plan.shape.selector
@@ -122,7 +168,8 @@ def label(weights: Weights, state: DecodeState, *, plan: DecodePlan, draws: int)
     def expected_length(numbers: jax.Array) -> jax.Array:
         key_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, numbers[1])
         drawn = state.replace(sampling=state.sampling.replace(key_b=key_b))
-        tree, proposal = rounds.build_tree(weights.replace(tree_selector=always(config, numbers[0])), drawn, expander, plan)
+        choosing = weights.replace(tree_selector=fixed_choice_weights(config, numbers[0]))
+        tree, proposal = rounds.build_tree(choosing, drawn, expander, plan)
         target = accepting.make_target(rounds.verify_tree(weights, state, tree, plan).logits_bnv, state.sampling)
         return jnp.sum(acceptance.RULES[plan.rule].reach_probabilities(tree, proposal, target), axis=1)
 
@@ -139,16 +186,16 @@ def compute_loss(scores_oa: jax.Array, expected_oa: jax.Array, base_o: jax.Array
     return jnp.mean(-jnp.log(ratio_o)) + TAIL_WEIGHT * jnp.mean(worst)
 
 
-def find_best(expected_oa: np.ndarray, setting_o: np.ndarray) -> np.ndarray:
+def find_best(expected_oa: np.ndarray, setting_o: np.ndarray, num_settings: int) -> np.ndarray:
     """Returns, for each sampling setting, the tree with the largest expected number of tokens."""
-    is_setting_so = np.arange(setting_o.max() + 1)[:, None] == setting_o
+    is_setting_so = np.arange(num_settings)[:, None] == setting_o
     return np.argmax(is_setting_so @ expected_oa, axis=1)
 
 
-def fit(labels: Labels, config: tree_selector.TreeSelectorConfig) -> dict[str, jax.Array]:
+def fit(labels: Labels, config: tree_selector.TreeSelectorConfig, num_settings: int) -> dict[str, jax.Array]:
     """Returns the weights of a selector that is fitted to the labels."""
     features_of, expected_oa, setting_o = labels
-    base_o = expected_oa[np.arange(setting_o.size), find_best(expected_oa, setting_o)[setting_o]]
+    base_o = expected_oa[np.arange(setting_o.size), find_best(expected_oa, setting_o, num_settings)[setting_o]]
     mean_f, spread_f = np.mean(features_of, axis=0), np.maximum(np.std(features_of, axis=0), 1e-3)
     optimizer = optax.adamw(optax.cosine_decay_schedule(LEARNING_RATE, STEPS), weight_decay=1e-2)
 
@@ -167,11 +214,12 @@ def fit(labels: Labels, config: tree_selector.TreeSelectorConfig) -> dict[str, j
     return weights | {"matrix_0": matrix, "bias_0": weights["bias_0"] - mean_f @ matrix}
 
 
-def describe(weights: Params, train: Labels, held_out: Labels) -> str:
+def describe(weights: Params, train: Labels, held_out: Labels, num_settings: int) -> str:
     """Describes the mean expected tokens of held-out rounds, for the selector and for the best tree of training."""
     features_of, expected_oa, setting_o = held_out
-    choices = jnp.argmax(tree_selector.score_trees(weights, features_of), axis=1), find_best(*train[1:])[setting_o]
-    selected, best = (np.mean(expected_oa[np.arange(setting_o.size), index_o]) for index_o in choices)
+    selected_o = jnp.argmax(tree_selector.score_trees(weights, features_of), axis=1)
+    best_o = find_best(*train[1:], num_settings)[setting_o]
+    selected, best = (np.mean(expected_oa[np.arange(setting_o.size), tree_o]) for tree_o in (selected_o, best_o))
     return f"expected tokens of {setting_o.size} held-out rounds: {selected:.3f}, of the best single tree {best:.3f}"
 
 

@@ -62,7 +62,8 @@ def report(arguments: argparse.Namespace) -> int:
     result: dict[str, Any] = {"topology": arguments.topology or device.kind} | compile_step(
         settings, arguments.shape, devices, arguments.operations
     )
-    sizes, limit = result["bytes_per_device"], limit or usable_memory()
+    sizes = result["bytes_per_device"]
+    limit = limit or usable_memory()
     result |= {"bytes_limit": limit, "fits": None if limit is None else sizes["total"] <= limit}
     trains = "+".join(result["trains"])
     key = f"{result['shape']} {trains} {result['topology']} batch {result['batch']} {result['attention']}"
@@ -112,7 +113,8 @@ def compile_step(settings: DraftingStage, shape: str, devices: Sequence[jax.Devi
         update = training_state.make_update(task, transform, steps=steps, seed=0, accumulate=accumulate, log_every=10)
         update = jax.jit(update, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, state))
         program = update.lower(state, frozen, batch).compile()
-    needs, device = program.memory_analysis(), sharding.device(mesh)
+    needs = program.memory_analysis()
+    device = sharding.device(mesh)
     held = needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
     result = {
         "shape": shapes.short_name(shape),

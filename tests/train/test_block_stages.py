@@ -158,6 +158,14 @@ def test_runs_over_a_quantised_verifier_keep_its_weights(toy, tmp_path, mesh):
     refused(lambda: run_stage(toy, tmp_path / "none", *words, "quantize=int4"), "quantize")
 
 
+@pytest.mark.parametrize("name", ["dpace", "prompts"])
+def test_a_weight_of_prompts_that_the_objective_would_replace_is_refused(toy, name):
+    refused(
+        lambda: toy_training.settings(toy, "data.prompt_weight=0.5", f"objective.{name}=true"),
+        f"got data.prompt_weight 0.5 and objective.{name} true, expected only one of them",
+    )
+
+
 @pytest.mark.parametrize("word", ["dpace=true", "prompts=true"])
 def test_held_out_slots_are_those_of_answers_and_weigh_the_same(toy, word):
     equal, other = (toy_training.settings(toy, "objective.decay=0", *words) for words in ((), (f"objective.{word}",)))

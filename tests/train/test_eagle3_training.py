@@ -87,6 +87,7 @@ def test_a_step_is_what_drafting_gives(kind):
         vocabulary, specs = drafter.draft_vocab_size or 12, (decoder.specs(model), drafter.specs())
         weights, drafting = (random_weights(spec, seed, 0.5, jnp.float64) for seed, spec in enumerate(specs))
         packed = make_batch()
+        packed = replace(packed, weights_bt=packed.weights_bt * np.where(packed.positions_bt == 3, 0.25, 1))
         if vocabulary < 12:  # what follows in the documents can be drafted: the rollout takes it
             drafting["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)
             allowed = np.arange(9) + np.asarray(drafting["offsets"])
@@ -108,7 +109,7 @@ def test_a_step_is_what_drafting_gives(kind):
                     label, wanted = int(tokens[0, t + 2 + i]), logits[t + 1 + i]
                     log_p = wanted[ids] - np.log(np.exp(wanted[ids]).sum())
                     p, q = np.exp(log_p), np.exp(log_q)
-                    share = 0.7**i * (int(wanted.argmax()) in ids)
+                    share = 0.7**i * (int(wanted.argmax()) in ids) * packed.weights_bt[0, begin + t + 2 + i]
                     loss, weight = loss - share * (p * log_q).sum(), weight + share
                     overlap[i] += np.minimum(np.exp(wanted[ids]) / np.exp(wanted).sum(), q).sum()
                     top1[i] += ids[log_q.argmax()] == label

@@ -48,7 +48,10 @@ def case():
 
 
 def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml, case):
+    """And weights of tokens are those of their losses."""
     weights, small, batch, keys = case
+    lighter = np.where(batch.positions_bt == 3, 0.25, 1)
+    batch = replace(batch, weights_bt=batch.weights_bt * lighter)
 
     def sums(vocabulary):
         settings = registry.read_stage(toml, [f"vocabulary={vocabulary}", "loss=forward-kl"])
@@ -56,20 +59,24 @@ def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml, case):
         return jax.jit(partial(language_model_sums, **arguments))(small, {"verifier": weights}, batch, keys)
 
     whole, every, some = (sums(size) for size in (0, MODEL.vocab_size, 40))
-    assert 0 < whole["overlap"][0] < whole["overlap"][1]
+    assert 0 < whole["overlap"][0] < whole["overlap"][1] and whole["loss"][1] == 6 - 2 * 0.75
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), every, whole)
     assert abs(some["loss"][0] / whole["loss"][0] - 1) > 1e-3 and some["loss"][1] == whole["loss"][1]
 
 
 def test_a_token_is_shifted_from_a_few_tokens_back_within_its_document():
-    """By hand: the state at max(t - distance, start) shifts token t, if the token after it is the verifier's."""
+    """By hand: the state at max(t - distance, start) shifts token t, if the token after it is the verifier's.
+
+    Weights of prompts do not make them the verifier's.
+    """
+    batch = replace(ROWS, weights_bt=np.maximum(ROWS.weights_bt, 0.5 * (ROWS.positions_bt > 0)))
     features_btj = jax.random.normal(jax.random.key(3), (1, 10, 3 * MODEL.hidden_size))
     weights = random_weights(STEERED.specs()["steering"])
     [every, _] = steering.make_shifts(weights, features_btj)
     seen = set()
     for seed in range(12):
         keys_b = jax.random.split(jax.random.key(seed), 1)
-        [got, _] = drafted_shifts(weights, ROWS, keys_b, features_btj, depths=3)
+        [got, _] = drafted_shifts(weights, batch, keys_b, features_btj, depths=3)
         for distance in (1, 2, 3):
             source_t = [max(t - distance, 0 if t < 6 else 6) for t in range(10)]
             expected = np.asarray([0, 1, 1, 1, 1, 0, 0, 1, 1, 0])[None, :, None] * every[:, np.asarray(source_t)]

@@ -103,12 +103,12 @@ TWO_TURNS = [*CHAT, {"role": "user", "content": "And twice that?"}, {"role": "as
 @pytest.mark.parametrize("template", [THINKING, FORGETFUL, HEADERS])
 def test_a_template_that_rewrites_earlier_turns_teaches_the_last(templated, template):
     tokenizer = templated(template)
-    [document] = chat_documents(tokenizer, recorded(TWO_TURNS))
+    [document] = chat_documents(tokenizer, recorded(TWO_TURNS), 0.5)
     learnt = ["2 + 3 = 5<|im_end|>", "10<|im_end|>"]
     assert supervised(tokenizer, document) == (learnt if template == HEADERS else learnt[1:])
     if template != HEADERS:
-        start = int(np.argmax(document.weights_n))
-        assert document.tokens_n[:start].tolist() == tokenizer.encode_chat(TWO_TURNS[:-1]), "as in drafting"
+        assert document.prompt == tokenizer.encode_chat(TWO_TURNS[:-1]), "as in drafting"
+        assert document.weights_n[document.prompt_length] == 1
 
 
 def test_turns_after_the_last_answer_and_answers_that_open_a_chat_are_left_out(tokenizer):

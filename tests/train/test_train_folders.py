@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import toy_training
+import yaml
 from answers import random_weights
 from buckets import reopened
 from etils import epath
@@ -125,6 +126,20 @@ def test_a_card_states_what_readers_of_the_folder_get(toy, unmeasured, tmp_path,
         monkeypatch.setattr(block_folder, "write_our_fields", lambda *_, **__: {})  # as a dialect without our fields
 
 
+def test_the_base_model_of_a_card_is_a_hub_id(toy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    settings = export.ExportConfig(run="runs/head", out="drafter", licence="no: 1")
+    qwen = "Qwen/Qwen3-4B"
+    base_models = {qwen: qwen, "smollm2": export.HUB_IDS["smollm2"], str(toy): None, "models/mine": None, "tiny": None}
+    for verifier, base_model in base_models.items():
+        trained = toy_training.settings(toy, f"verifier={verifier}")
+        card = export.card(settings, trained, toy_training.WITH_HEAD, "dflash", 2, [])
+        header = {"license": "no: 1", "library_name": "treeflash-jax", "tags": ["speculative-decoding", "dflash"]}
+        expected = header if base_model is None else header | {"base_model": base_model}
+        assert yaml.safe_load(card.split("---\n")[1]) == expected, verifier
+
+
 def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, monkeypatch, capsys):
     settings = trained
     listed = files.absolute(settings.run) / "model" / draft_vocabulary.NAME
@@ -179,6 +194,7 @@ def test_drafters_record_how_the_answers_were_made(tmp_path, unmeasured, answere
 @pytest.mark.parametrize("step", ["last", "best", "2"])
 def test_a_run_without_checkpoints_has_nothing_to_export(step):
     config = loop.LoopConfig(steps=9, batch=2, save_every=7)
+    refused(lambda: export.choose_step({2: {}}, "²", config), "got step '²', expected last, best or one of [2]")
     refused(lambda: export.choose_step({}, step, config), "loop.save_every = 7 steps; continue it")
 
 

@@ -227,11 +227,14 @@ def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
 
 def test_prompts_like_those_of_an_evaluation_are_left_out(model, settings, tmp_path):
     turns = ["How many pens", "fit into seven boxes of twelve, if one is half full?"]
-    evaluated = write_lines(tmp_path / "evaluated_test.jsonl", [{"id": "pens", "turns": turns}])
+    short = ["Who wrote it?", "Why?"]
+    lines = [{"id": "pens", "turns": turns}, {"id": "short", "turns": short}, {"id": "sky", "turns": ["Is it blue?"]}]
+    evaluated = write_lines(tmp_path / "evaluated_test.jsonl", lines)
     asked = ["fit into SEVEN boxes of twelve - if one lies here", "fit into seven boxes of twelve, if they are red"]
+    asked += ["who wrote it", "Is it blue", "Who wrote it, and is it blue?"]
     source = Source(path=str(write_lines(tmp_path / "asked.jsonl", [chat(text) for text in asked])), hold_out=0)
     prompts = respond.collect_prompts(replace(settings, sources=(source,), exclude=(str(evaluated),)), model)
-    assert [prompt.ids for prompt in prompts] == [model.encode(asked[1])]
+    assert sorted(prompt.ids for prompt in prompts) == sorted(map(model.encode, (asked[1], asked[4])))
     missing = replace(settings, exclude=(str(tmp_path / "missing.jsonl"),))
     refused(partial(respond.main, missing), "cannot read", "missing.jsonl")
 

@@ -18,6 +18,7 @@ import treeflash_jax as tf
 from train import selector as stage
 from train.runtime import run_config
 from treeflash_jax import acceptance
+from treeflash_jax.core import files
 from treeflash_jax.decoding import loops
 from treeflash_jax.trees.sampled import tree_selector
 from treeflash_jax.trees.sampled.tree_selector import TreeSelectorConfig
@@ -57,11 +58,11 @@ def test_a_label_is_the_mean_length_of_rounds_with_its_tree(trained):
     plan, state = prefilled(trained, [[3, 1, 4]] * 600, **how, seed=[*range(600)])
     config = replace(CONFIG, trees=((1, 1, 0), (3, 1, 0), (0, 4, 1)))
     plan = replace(plan, shape=replace(plan.shape, selector=config))
-    once_ba, expected_ba = (np.asarray(stage.label(trained.weights, state, plan=plan, draws=n)[1]) for n in (1, 2))
+    once_ba, expected_ba = (np.asarray(stage.label_roots(trained.weights, state, plan=plan, draws=n)[1]) for n in (1, 2))
     assert expected_ba.std() < 0.9 * once_ba.std(), "draws differ"
     means = []
     for choice in range(len(config.trees)):
-        weights = trained.weights.replace(tree_selector=stage.always(config, choice))
+        weights = trained.weights.replace(tree_selector=stage.fixed_choice_weights(config, choice))
         after = loops.decode(weights, jax.tree.map(jnp.copy, state), jnp.int32(1), plan=plan)
         length_b = np.asarray(after.accepted_bs[:, 0])
         error = np.hypot(length_b.std(), expected_ba[:, choice].std()) / 600**0.5
@@ -88,20 +89,35 @@ def test_a_world_of_two_contexts_is_learnt():
     expected_oa = np.where(is_easy_o[:, None], [5.0, 3.0, 2.0], [1.5, 2.0, 2.6]) + rng.normal(size=(600, 3)) * 0.3
     labels = features_of, expected_oa.astype(np.float32), np.arange(600) % 2
     train, held_out = (tuple(x[part] for x in labels) for part in SPLIT)
-    weights = stage.fit(train, CONFIG)
+    weights = stage.fit(train, CONFIG, 2)
     chosen_o = np.argmax(tree_selector.score_trees(weights, features_of[400:]), axis=1)
     assert np.mean(chosen_o == np.where(is_easy_o[400:], 0, 2)) > 0.85
-    line = stage.describe(weights, train, held_out)
+    line = stage.describe(weights, train, held_out, 2)
     selected, best = map(float, re.findall(r"\d\.\d+", line))
     assert "200 held-out rounds" in line and selected > 1.1 * best
     assert abs(best - held_out[1].mean(axis=0).max()) < 1e-3
+
+
+def test_a_folder_that_another_run_fills_is_left_alone(tmp_path):
+    settings = stage.SelectorConfig(verifier="tiny", sources=(), out=str(tmp_path / "run"), trees=TREES)
+    with files.held(tmp_path / "run.lock", "out"):
+        refused(lambda: stage.main(settings), f"out={tmp_path}/run: another process works on it")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_too_few_prompts_for_the_sampling_settings_are_refused(monkeypatch):
+    counts = {False: 9, True: 3}
+    monkeypatch.setattr(stage.respond, "collect_prompts", lambda *_, held_out: [None] * counts[held_out])
+    settings = stage.SelectorConfig(verifier="tiny", sources=(), out="unused", trees=TREES)
+    refused(lambda: stage.collect_prompts(settings, None), "got 3 held-out prompts, expected at least 4, one for each")
+    assert [*map(len, stage.collect_prompts(replace(settings, top_p=(0.9,)), None))] == [9, 3]
 
 
 @pytest.mark.slow
 def test_from_prompts_to_answers(tmp_path, capsys):
     """A run that is repeated gives the same selector."""
     prompts = write_lines(
-        tmp_path / "prompts.jsonl", [{"prompt": f"Add {number} and {number + 3}."} for number in range(12)]
+        tmp_path / "prompts.jsonl", [{"prompt": f"Add {number} and {number + 3}."} for number in range(16)]
     )
     words = [f"out={tmp_path / 'run'}", f"sources=[{{path='{prompts}', hold_out=4}}]", "trees=[[2,1,0],[0,2,1]]"]
     words += ["verifier=tiny", "drafter=tiny", "max_new_tokens=12", "draws=1", "batch=4", "acceptance=recursive"]
@@ -114,7 +130,7 @@ def test_from_prompts_to_answers(tmp_path, capsys):
     assert made.read_bytes() != weights
     train()
     assert made.read_bytes() == weights
-    few = [f"sources=[{{path='{prompts}', limit=2, hold_out=4}}]"]
+    few = [f"sources=[{{path='{prompts}', hold_out=0}}]"]
     refused(partial(train, *few), "expected at least one that is held out; give the source hold_out=8")
     assert made.read_bytes() == weights
     how = {"builder": "delayed", "selector": made.parent, "max_new_tokens": 12}

@@ -98,21 +98,23 @@ def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], set[int]]
     Returns the prompts in the order of the answers, with prompts without an answer in the gaps, and the indices of the
     answers. Raises ValueError for an answer to another prompt: the data has changed.
     """
-    numbers: dict[str, list[int]] = {}
+    unmatched: dict[tuple[int, ...], list[int]] = {}
     for number, prompt in enumerate(prompts):
-        numbers.setdefault(str(prompt.ids), []).append(number)
+        unmatched.setdefault(tuple(prompt.ids), []).append(number)
     matched: dict[int, int] = {}
     for where, index, ids, _ in _answered(out):
         if index in matched and prompts[matched[index]].ids == ids:
             continue
-        same = numbers.get(str(ids), [])
-        if not same or not 0 <= index < len(prompts) or index in matched:
+        equal_prompts = unmatched.get(tuple(ids), [])
+        if not equal_prompts or not 0 <= index < len(prompts) or index in matched:
             raise ValueError(
                 f"{where} answers another prompt than number {index} of these sources: the data changed; give another out"
             )
-        matched[index] = same.pop(same.index(index) if index in same else 0)
-    others = iter(sorted({*range(len(prompts))} - {*matched.values()}))
-    return [prompts[matched[index] if index in matched else next(others)] for index in range(len(prompts))], {*matched}
+        matched[index] = index if index in equal_prompts else equal_prompts[0]
+        equal_prompts.remove(matched[index])
+    unanswered = iter(sorted({*range(len(prompts))} - {*matched.values()}))
+    order = [matched[index] if index in matched else next(unanswered) for index in range(len(prompts))]
+    return [prompts[number] for number in order], {*matched}
 
 
 def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:

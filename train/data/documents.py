@@ -48,16 +48,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, and the loss weight of predicting each token."""
+    """Token ids, and the loss weight of predicting each token.
+
+    Attributes:
+      prompt_length: number of tokens before the first answer; 0 for text.
+    """
 
     tokens_n: np.ndarray
     weights_n: np.ndarray
+    prompt_length: int = 0
 
     @property
     def prompt(self) -> list[int]:
-        """Tokens before the first one with a weight, not counting the document's first; empty if fewer than two."""
-        (trained,) = np.nonzero(self.weights_n[1:])
-        return self.tokens_n[: 1 + trained[0]].tolist() if len(trained) and trained[0] else []
+        """Tokens before the first answer; empty if fewer than two."""
+        return self.tokens_n[: self.prompt_length].tolist() if self.prompt_length > 1 else []
 
 
 def read_documents(
@@ -142,7 +146,7 @@ def _tokenise(
                 skipped["unfinished"] += 1
                 continue
             weights_n = np.repeat(np.float32([0, 1]), [len(prompt), len(response)])
-            yield record.number, record.where, Document(np.array(prompt + response, np.int32), weights_n)
+            yield record.number, record.where, Document(np.array(prompt + response, np.int32), weights_n, len(prompt))
         return
     if tokenizer is None:
         raise ValueError(
@@ -167,22 +171,26 @@ def _render(tokenizer: Tokenizer, messages: Messages) -> list[str]:
     turns = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > 0]
     if not turns:
         raise ValueError("got no assistant turn, expected at least one after another's")
-    return [
-        tokenizer.render(messages[: k + is_whole], add_generation_prompt=not is_whole) for k in turns for is_whole in (0, 1)
-    ]
+    texts = []
+    for k in turns:
+        texts.append(tokenizer.render(messages[:k], add_generation_prompt=True))
+        texts.append(tokenizer.render(messages[: k + 1], add_generation_prompt=False))
+    return texts
 
 
 def _weigh(prefixes: list[list[int]], ends: set[int], prompt_weight: float) -> Document:
     """Gives weight 1 to the assistant's spans, up to the last special token in each."""
     whole = prefixes[-1]
     weights_n = np.full(len(whole), prompt_weight, np.float32)
-    start = None
+    starts = []
     for before, after in zip(prefixes[::2], prefixes[1::2], strict=True):
-        start = len(before) if whole[: len(before)] == before and whole[: len(after)] == after else None
-        if start is not None:
+        start = len(before)
+        is_taught = whole[:start] == before and whole[: len(after)] == after
+        if is_taught:
+            starts.append(start)
             span = whole[start : len(after)]
             stop = max((n + 1 for n, token in enumerate(span) if token in ends), default=len(span))
             weights_n[start : start + stop] = 1
-    if start is None:
+    if not is_taught:
         raise ValueError("got a last answer that does not begin with the template's generation prompt, expected it to")
-    return Document(np.array(whole, np.int32), weights_n)
+    return Document(np.array(whole, np.int32), weights_n, starts[0])

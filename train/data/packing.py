@@ -33,7 +33,7 @@ class PackedBatch:
       tokens_bt: ids; padding is 0.
       segments_bt: 1, 2, ... per document of a sequence; 0 for padding.
       positions_bt: position inside the document.
-      weights_bt: loss weight of predicting each token; 0 for a document's first token.
+      weights_bt: loss weight of predicting each token: 1 for answers and texts, 0 for a document's first token.
       outputs_bto: recorded outputs of the verifier (`teacher.record`): tapped layers, then final states.
       progress_b: share of the run's steps that are done, the same for all sequences; None outside training steps.
     """

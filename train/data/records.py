@@ -88,15 +88,15 @@ def read_records(source: Source, seed: int, skipped: Counter[str] | None = None)
       FileNotFoundError: a source that does not exist.
       ValueError: a malformed record, with its place, or an empty source.
     """
-    places = _open(source)
-    if not places:
+    loaders = _open(source)
+    if not loaders:
         raise ValueError(f"{source.path}: got no records, expected at least one")
     parse = {"chat": parse_chat, "responses": parse_answer, "text": parse_text}[source.format]
-    numbers: Sequence[int] = range(len(places))
+    numbers: Sequence[int] = range(len(loaders))
     if source.limit:
-        numbers = sorted(np.random.default_rng(seed).permutation(len(places))[: source.limit].tolist())
+        numbers = sorted(np.random.default_rng(seed).permutation(len(loaders))[: source.limit].tolist())
     for number in numbers:
-        where, load = places[number]
+        where, load = loaders[number]
         try:
             record = Record(number, where, parse(load()))
         except ValueError as error:
@@ -163,7 +163,8 @@ def _find_files(source: Source) -> list[Path]:
         files = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(named).parts)]
     else:
         files = [named]
-    if not (files := sorted(path for path in files if path.is_file())):
+    files = sorted(path for path in files if path.is_file())
+    if not files:
         raise FileNotFoundError(f"{source.path}: no such file; {EXPECTED}")
     return files
 

@@ -127,10 +127,10 @@ class Composer:
     @cached_property
     def num_questions(self) -> int:
         """Number of questions that the verifier writes besides the prompts."""
-        given = self.settings.ask.get("count", self.settings.questions)
+        requested = self.settings.ask.get("count", self.settings.questions)
         begun = self.settings.path("ask.toml")
-        if given is not None:
-            return given
+        if requested is not None:
+            return requested
         if begun.exists():  # more prompts do not change the number of questions
             return run_config.load(AskConfig, begun).count
         if self.settings.path("respond.toml").exists():  # begun without questions
@@ -162,7 +162,8 @@ class Composer:
 
     def check_settings(self) -> None:
         """Composes all stages without answers, so that a wrong setting raises at once."""
-        if (count := len(self.prompts) + self.num_questions) < FEW_PROMPTS:
+        count = len(self.prompts) + self.num_questions
+        if count < FEW_PROMPTS:
             warn(f"got {count} prompts and questions: a drafter that pays needs hundreds; give more, or questions=")
         self.stages["ask"] = self.ask()
         self.stages["respond"] = self.respond()
@@ -176,8 +177,8 @@ class Composer:
         out = str(self.settings.path("questions.jsonl"))
         batch = self.defaults.slots
         count = max(1, self.num_questions)
-        made = AskConfig(verifier=settings.verifier, out=out, count=count, batch=batch, seed=settings.seed)
-        return run_config.replaced(made, settings.ask)
+        by_rule = AskConfig(verifier=settings.verifier, out=out, count=count, batch=batch, seed=settings.seed)
+        return run_config.replaced(by_rule, settings.ask)
 
     def respond(self) -> RespondConfig:
         """Composes the settings of the answers. Prompts may be as long as the longest question, and as 95 % of all."""
@@ -199,7 +200,7 @@ class Composer:
         sources = [dataclasses.replace(source, hold_out=_hold_out(usable))]
         if self.num_questions:
             sources.append(Source(path=str(self.settings.path("questions.jsonl")), hold_out=0))
-        made = RespondConfig(
+        by_rule = RespondConfig(
             verifier=settings.verifier,
             sources=tuple(sources),
             out=str(settings.path("responses.jsonl")),
@@ -209,7 +210,7 @@ class Composer:
             seed=settings.seed,
             mesh=MeshConfig(data=settings.mesh.data * settings.mesh.fsdp, model=settings.mesh.model),
         )
-        return run_config.replaced(made, settings.respond)
+        return run_config.replaced(by_rule, settings.respond)
 
     def read_answers(self) -> None:
         source = Source(path=self.stages["respond"].out, format="responses", hold_out=0)
@@ -218,20 +219,23 @@ class Composer:
 
     def drafter(self) -> DrafterStage:
         """Composes the training of backbone and head together."""
-        settings, verifier, answers, defaults = self.settings, self.verifier, self.answers, self.defaults
-        passes = settings.passes or defaults.passes
-        least = 1 if settings.passes else USUAL_STEPS
-        steps = max(least, math.ceil(passes * answers.num_sequences / self._batch_size()))
+        settings = self.settings
+        verifier = self.verifier
+        answers = self.answers
+        steps = settings.steps
+        if not steps:
+            passes = settings.passes or self.defaults.passes
+            least_steps = 1 if settings.passes else USUAL_STEPS
+            steps = max(least_steps, math.ceil(passes * answers.num_sequences / self._batch_size()))
         num_layers = settings.num_layers or choices.drafter_layers(verifier.num_layers)
         mask_token_id = settings.mask_token_id
         if mask_token_id is None:
             counts_v = answers.token_counts(verifier.vocab_size)
             mask_token_id = choices.mask_token(self.tokenizer, counts_v, verifier.eos_token_ids)
-        steps = settings.steps or steps
-        optimizer, rate = defaults.optimizer
+        optimizer, rate = self.defaults.optimizer
         hold_out = _hold_out(range(answers.num_documents))
         data = self._data()
-        made = DrafterStage(
+        by_rule = DrafterStage(
             run=str(settings.path("drafter")),
             verifier=settings.verifier,
             sources=(Source(path=self.stages["respond"].out, format="responses", hold_out=hold_out),),
@@ -255,7 +259,7 @@ class Composer:
             initial_layers=choices.initial_layers(verifier, num_layers),
             head="mlp",
         )
-        stage = run_config.replaced(made, settings.drafter)
+        stage = run_config.replaced(by_rule, settings.drafter)
         steps = stage.loop.steps
         if (answers.train or settings.steps) and steps < LEAST_STEPS and not settings.anyway:
             raise ValueError(
@@ -283,7 +287,7 @@ class Composer:
 
     def measure(self) -> MeasureConfig:
         settings = self.settings
-        made = MeasureConfig(
+        by_rule = MeasureConfig(
             verifier=settings.verifier,
             drafter=str(settings.path("model")),
             respond=str(settings.path("respond.toml")),
@@ -291,7 +295,7 @@ class Composer:
             seconds=MEASURE_SECONDS,
             seed=settings.seed,
         )
-        return run_config.replaced(made, settings.measure)
+        return run_config.replaced(by_rule, settings.measure)
 
     def _data(self) -> DataConfig:
         responded = self.stages["respond"]

@@ -43,11 +43,11 @@ class PairStage:
     reads: str
     writes: str
     reads_prompts: bool = False
-    size: Callable[[Composer, Any], int] = lambda composer, made: 0
+    size: Callable[[Composer, Any], int] = lambda composer, stage_settings: 0
     follows: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
 
-    def inputs(self, composer: Composer, made: Any) -> dict[str, Any]:
+    def inputs(self, composer: Composer, stage_settings: Any) -> dict[str, Any]:
         """Returns the inputs that decide a stage's results: given settings, digests of the data it reads, and its size."""
         values = run_config.to_dict(composer.settings)
         path = composer.settings.path(self.reads)
@@ -56,12 +56,12 @@ class PairStage:
         given = {name: values[name] for name in (*ALWAYS_GIVEN, *self.given)}
         if self.reads_prompts and composer.num_questions:
             given["questions"] = True  # questions are a second source of prompts
-        return {"given": given, "digest": digest, "size": self.size(composer, made)}
+        return {"given": given, "digest": digest, "size": self.size(composer, stage_settings)}
 
-    def continued(self, made: Any, settings: PairConfig) -> Any:
-        """Returns the settings with which the stage was begun. Those that may change have their values in `made`."""
-        begun = run_config.load(type(made), settings.path(f"{self.name}.toml"))
-        now = dotted(run_config.to_dict(made), into_lists=True)
+    def continued(self, stage_settings: Any, settings: PairConfig) -> Any:
+        """Returns the settings with which the stage was begun. Those that may change keep their new values."""
+        begun = run_config.load(type(stage_settings), settings.path(f"{self.name}.toml"))
+        now = dotted(run_config.to_dict(stage_settings), into_lists=True)
         return run_config.replaced(begun, {key: value for key, value in now.items() if key.startswith(self.follows)})
 
     def set_aside(self, settings: PairConfig) -> Path:
@@ -84,7 +84,7 @@ PAIR_STAGES = (
         given=("ask",),
         reads="",
         writes="questions.jsonl*",
-        size=lambda composer, made: made.count,
+        size=lambda composer, stage_settings: stage_settings.count,
         follows=("count",),
         shown=("count",),
     ),
@@ -96,7 +96,7 @@ PAIR_STAGES = (
         reads="questions.jsonl",
         reads_prompts=True,
         writes="responses.jsonl*",
-        size=lambda composer, made: len(composer.prompts) + composer.num_questions,
+        size=lambda composer, stage_settings: len(composer.prompts) + composer.num_questions,
         follows=("sources.0.limit", "mesh."),
         shown=("sources.0.hold_out", "max_prompt_tokens", "max_new_tokens"),
     ),
@@ -107,7 +107,7 @@ PAIR_STAGES = (
         given=("block_size", "num_layers", "mask_token_id", "target_layer_ids", "drafter"),
         reads="responses.jsonl",
         writes="drafter",
-        size=lambda composer, made: made.loop.steps,
+        size=lambda composer, stage_settings: stage_settings.loop.steps,
         follows=("loop.steps", "loop.evaluate_every", "mesh."),
         shown=(
             *("mask_token_id", "target_layer_ids", "block_size", "num_layers", "initial_layers", "compute_dtype"),

@@ -138,8 +138,9 @@ def check_inputs(run: str, loop: LoopConfig, inputs: FrozenInputs) -> None:
     """Raises the ValueErrors of `Checkpoints.notes` for the newest checkpoint of a run, if there is one."""
     if (files.absolute(run) / "checkpoints").exists():
         with closing(Checkpoints(run, loop, inputs=inputs)) as checkpoints:
-            for step in [*checkpoints.metrics()][-1:]:
-                checkpoints.notes(step)
+            steps = [*checkpoints.metrics()]
+            if steps:
+                checkpoints.notes(steps[-1])
 
 
 def claim(folder: epath.Path, settings: Any) -> None:

@@ -32,14 +32,16 @@ def connect() -> None:
 
     Raises ValueError if a variable is no number, or the other processes cannot be joined.
     """
-    names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-    given = {name: coerce(int, os.environ[key], key, from_text=True) for name, key in names.items() if key in os.environ}
-    if jax.distributed.is_initialized() or given.get("num_processes") == 1:
+    job_settings: dict[str, int] = {}
+    for name, variable in (("num_processes", "JAX_NUM_PROCESSES"), ("process_id", "JAX_PROCESS_ID")):
+        if variable in os.environ:
+            job_settings[name] = coerce(int, os.environ[variable], variable, from_text=True)
+    if jax.distributed.is_initialized() or job_settings.get("num_processes") == 1:
         return
     try:
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(**job_settings)
     except (OSError, RuntimeError, ValueError) as error:
-        if given or not str(error).startswith(ALONE):
+        if job_settings or not str(error).startswith(ALONE):
             raise ValueError(
                 f"the other processes of this job cannot be joined ({clipped(error, 200)}); set JAX_COORDINATOR_ADDRESS, "
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process, or JAX_NUM_PROCESSES=1 to use this one alone"

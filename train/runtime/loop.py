@@ -143,31 +143,36 @@ class _Run:
 
     def train(self, frozen: Params, corpus: packing.Corpus, on_timed: Callable[[int, float], None] | None) -> Params:
         """Returns the weights after the last step."""
-        loop, start, steps = self.loop, self.start, self.steps
+        loop = self.loop
+        start = self.start
+        steps = self.steps
         peak = flops.peak_flops(self.mesh.size) if hosts.is_first() else None
         members = hosts.local_members(loop.batch, self.mesh)
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
-        first, last = loop.profile if loop.profile and hosts.is_first() else (0, 0)
-        first = max(first, start + 1)  # a run may be resumed within the range
-        began, timed = time.perf_counter(), start
+        profile_start, profile_end = loop.profile if loop.profile and hosts.is_first() else (0, 0)
+        profile_start = max(profile_start, start + 1)  # a run may be resumed within the range
+        began = time.perf_counter()  # start of the steps after number `timed`
+        timed = start
         for step, batch in zip(range(start + 1, steps + 1), batches, strict=True):
-            if step == first <= last:
+            if step == profile_start <= profile_end:
                 jax.block_until_ready(self.state)
                 self.profile.enter_context(watch.profiled(self.settings))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 self.state = self.update(self.state, frozen, hosts.place_batch(batch, loop.batch, self.mesh))
-            if step == last:
+            if step == profile_end:
                 jax.block_until_ready(self.state)
                 self.profile.close()
             self.watch.show(step, "")
             if step == start + 1:  # this step included compilation
                 jax.block_until_ready(self.state.step)
-                began, timed = time.perf_counter(), step
+                began = time.perf_counter()
+                timed = step
             elif step == start + 2 and on_timed is not None:
                 jax.block_until_ready(self.state.step)
                 on_timed(step, time.perf_counter() - began)
             ends = step == steps or self.signals.requested()
-            logs, evaluates = self.is_due(step, loop.log_every), self.is_due(step, loop.evaluate_every)
+            logs = self.is_due(step, loop.log_every)
+            evaluates = self.is_due(step, loop.evaluate_every)
             pauses = ends or evaluates or self.is_due(step, loop.save_every)
             line: dict[str, Any] = {}
             if logs or pauses:
@@ -178,12 +183,16 @@ class _Run:
                         "saved since. Lower optimizer.learning_rate, or look at the sequences of those steps"
                     )
                 now = time.perf_counter()
-                seconds, count, began, timed = now - began, step - timed, now, step
+                seconds = now - began
+                count = step - timed
+                began = now
+                timed = step
             if logs:
                 line = means(window) | {"learning_rate": float(self.rate(step - 1))}
             if logs and count:
-                line |= {"tokens_per_second": count * loop.batch * batch.tokens_bt.shape[1] / seconds}
-                line |= {"mfu": count * self.task.flops / seconds / peak} if peak else {}
+                line["tokens_per_second"] = count * loop.batch * batch.tokens_bt.shape[1] / seconds
+                if peak:
+                    line["mfu"] = count * self.task.flops / seconds / peak
             self.finish(step, line, evaluates=evaluates, ends=ends)
             if pauses:
                 began = time.perf_counter()  # evaluations and checkpoints do not count as step time

@@ -14,7 +14,9 @@ def draw(lines: Sequence[Mapping[str, Any]]) -> bytes:
     from matplotlib.figure import Figure  # slow to import
 
     taus = {name: name.removeprefix("held_out/") for line in lines for name in line if name.startswith(TAU)}
-    panels = {"loss": LOSSES} | ({"tau (tokens per round)": taus} if taus else {})
+    panels = {"loss": LOSSES}
+    if taus:
+        panels["tau (tokens per round)"] = taus
     figure = Figure(figsize=(5 * len(panels), 3.5), layout="constrained")
     for number, (title, metrics) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), number, title=title, xlabel="step")

@@ -120,10 +120,10 @@ def parse(cls: type[T], words: Sequence[str]) -> T:
             name = word.lstrip("-").partition("=")[0].replace("-", "_")
             meant = suggestion(name, setting_names(cls)) or name
             raise UnknownSetting(f"got option {clipped(word, 60)}; settings are given as {meant}=...")
-    path, *others = [word for word in words if "=" not in word] or [None]
-    if others:
-        raise ValueError(f"got {len(others) + 1} files ({path}, {', '.join(others)}), expected at most one TOML file")
-    return load(cls, path, [word for word in words if "=" in word])
+    paths = [word for word in words if "=" not in word]
+    if len(paths) > 1:
+        raise ValueError(f"got {len(paths)} files ({', '.join(paths)}), expected at most one TOML file")
+    return load(cls, paths[0] if paths else None, [word for word in words if "=" in word])
 
 
 def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> T:

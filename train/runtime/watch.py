@@ -50,7 +50,8 @@ class Bar(Progress):
 
     def show(self, done: int | None = None, note: str | None = None) -> None:
         """Moves the bar to `done`, and replaces the note after it. None leaves either of them as it is."""
-        self.update(self.task, completed=done, **({} if note is None else {"note": note}))
+        fields = {} if note is None else {"note": note}
+        self.update(self.task, completed=done, **fields)
 
 
 def duration(seconds: float) -> str:
@@ -58,7 +59,9 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def read_log(folder: str | os.PathLike) -> list[StepMetrics]:
@@ -104,10 +107,14 @@ class Watch(Bar):
         files.append(self.path, json.dumps({"step": step, **metrics}) + "\n")
         flat: StepMetrics = {}
         for name, value in metrics.items():
-            flat |= {f"{name}/{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {name: value}
+            if isinstance(value, list):
+                flat |= {f"{name}/{i}": x for i, x in enumerate(value, 1)}
+            else:
+                flat[name] = value
         for sink in self.sinks:
             sink(step, {name: value for name, value in flat.items() if value is not None})
-        if words := describe(metrics):
+        words = describe(metrics)
+        if words:
             hosts.say(f"step {step} of {self.steps}: {words}")
 
 

@@ -40,6 +40,10 @@ class BlockStage(DraftingStage):
         if HEADS[self.head].trains_candidates and self.objective.vocabulary:
             got = f"got head {quoted(self.head)} and objective.vocabulary {self.objective.vocabulary}"
             raise ValueError(f"{got}, expected 0: its candidates are the likeliest tokens of the whole vocabulary")
+        if self.data.prompt_weight and (self.objective.dpace or self.objective.prompts):
+            name = "dpace" if self.objective.dpace else "prompts"
+            got = f"got data.prompt_weight {self.data.prompt_weight} and objective.{name} true"
+            raise ValueError(f"{got}, expected only one of them: objective.{name} replaces the weights of tokens")
 
     def make_sums(self, verifier: ModelConfig, drafter: BlockDrafter) -> SumsFunction:
         return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)

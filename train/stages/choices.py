@@ -59,10 +59,14 @@ def has_drafter_layers(verifier: ModelConfig) -> bool:
 def attention(device: Device, requested: str = "auto") -> str:
     """Returns the requested attention implementation for packed sequences; for "auto", the device's kernel.
 
-    cuDNN's kernel needs an Ampere GPU or newer. Names of older data-centre GPUs do not start with NVIDIA ("Tesla T4").
-    CPUs can run "splash" in the interpreter. Raises ValueError for a kernel of another device.
+    cuDNN's kernel needs an Ampere GPU (compute capability 8.0) or newer. CPUs can run "splash" in the interpreter. Raises
+    ValueError for a kernel of another device.
     """
-    kernel = {"tpu": "splash", "gpu": "cudnn" if device.kind.startswith("NVIDIA") else None}.get(device.backend)
+    major = device.compute_capability.partition(".")[0]
+    has_cudnn = major.isdecimal() and int(major) >= 8
+    kernel = {"tpu": "splash", "gpu": "cudnn" if has_cudnn else None}.get(device.backend)
     if requested not in ("auto", "chunked", "splash" if device.is_cpu else kernel):
         raise ValueError(f"got attention {requested!r} on a {device.backend}, expected 'auto' or 'chunked'")
-    return (kernel or "chunked") if requested == "auto" else requested
+    if requested == "auto":
+        return kernel or "chunked"
+    return requested

@@ -169,7 +169,8 @@ def read_drafter_config(settings: DraftingStage, verifier: ModelConfig) -> Draft
     drafter = settings.drafter_config(verifier, start)
     if not settings.records_training:
         return drafter
-    name, class_name = HUB_IDS.get(settings.verifier, settings.verifier), ARCHITECTURES[verifier.model_type].class_name
+    name = HUB_IDS.get(settings.verifier, settings.verifier)
+    class_name = ARCHITECTURES[verifier.model_type].class_name
     thinking = drafter.thinking if settings.data.thinking is None else settings.data.thinking
     return replace(drafter, verifier=(name, class_name), thinking=thinking)
 
@@ -191,8 +192,9 @@ def read_derived(settings: DraftingStage, drafter: Drafter, counts_v: np.ndarray
     path = files.absolute(settings.run) / DERIVED
     if path.exists():
         return json.loads(path.read_text())
-    made = {} if counts_v is None else settings.derived(drafter, counts_v)
-    derived = {name: array.tolist() for name, array in made.items()}
+    if counts_v is None:
+        return {}
+    derived = {name: array.tolist() for name, array in settings.derived(drafter, counts_v).items()}
     if derived and hosts.is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, json.dumps(derived))
@@ -209,7 +211,8 @@ def read_inputs(settings: DraftingStage, drafter: Drafter, counts_v: np.ndarray 
         is_frozen = any(name not in settings.trains for name, tree in drafter.specs().items() if tree)
         folder = locate(settings.starts_from, "drafter")
         inputs["drafter"] = frozen_inputs.note(settings.starts_from, folder, weights=is_frozen)
-    if derived := read_derived(settings, drafter, counts_v):
+    derived = read_derived(settings, drafter, counts_v)
+    if derived:
         digest = hashlib.sha256(json.dumps(derived).encode()).hexdigest()
         inputs["draft vocabulary"] = {"path": f"{settings.run}/{DERIVED}", "digest": digest}
     return inputs
@@ -261,7 +264,8 @@ def make_task(
 def train(settings: DraftingStage, *, on_timed: Callable[[int, float], None] | None = None) -> None:
     """Loads verifier and data, trains, and writes RUN/model. `loop.fit` describes `on_timed`."""
     hosts.connect()
-    settings, mesh = with_thinking(settings), hosts.make_mesh(settings.mesh)
+    settings = with_thinking(settings)
+    mesh = hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     folder, verifier, tokenizer = read_verifier(settings)

@@ -201,7 +201,8 @@ def score_sums(
 ) -> Sums:
     """Returns the sums of one chunk of blocks, from their hidden states without the anchor slot."""
     unembed_vd, eps = tables.get("unembed", tables["embed"]), drafter.layers.rms_norm_eps
-    head, norm = optax.tree.cast(head, unembed_vd.dtype), norm.astype(unembed_vd.dtype)
+    head = optax.tree.cast(head, unembed_vd.dtype)
+    norm = norm.astype(unembed_vd.dtype)
     targets_bni, weights_bni = chunk.targets_bni[:, :, 1:], chunk.weights_bni[:, :, 1:]
     previous_bni = jnp.maximum(targets_bni - 1, 0)
     previous_bt = pick(batch.tokens_bt, previous_bni).reshape(len(hidden_bnid), -1)
@@ -217,7 +218,8 @@ def score_sums(
     def by_block(logits_btv: jax.Array) -> jax.Array:
         return counted(logits_btv, sample).reshape(*previous_bni.shape, -1)
 
-    labels_bni, log_p_bniv = pick(batch.tokens_bt, targets_bni), None
+    labels_bni = pick(batch.tokens_bt, targets_bni)
+    log_p_bniv = None
     if settings.loss != "cross-entropy":
         verifier_btd = pick(teacher.hidden_btd, previous_bni).reshape(*previous_bt.shape, -1)
         verifier_btv = vocab.cap(vocab.unembed(unembed.unembed_vd, verifier_btd), teacher.logit_cap)

@@ -123,9 +123,12 @@ def rollout_sums(
 
     def chunk_sums(drawn: tuple[jax.Array, jax.Array]) -> Sums:
         index_bn, is_drawn_bn = drawn
-        position_bn, where = pick(batch.positions_bt, index_bn), (index_bn, batch.segments_bt)
+        position_bn = pick(batch.positions_bt, index_bn)
+        where = (index_bn, batch.segments_bt)
         token_bni, label_bni = (_after(batch.tokens_bt, index_bn, first_at, settings.steps) for first_at in (1, 2))
-        carried_bnd, keys, scores = pick(carried_bsd, index_bn), (), []
+        carried_bnd = pick(carried_bsd, index_bn)
+        keys = ()
+        scores = []
         for i in range(settings.steps):
             hidden_bnd, new = step(
                 weights, tables, first, where, carried_bnd, keys, position_bn=position_bn + i, token_bn=token_bni[:, :, i]
@@ -181,8 +184,9 @@ def _score(
 ) -> tuple[jax.Array, ...]:
     """Returns four arrays [b, n] for one step: loss, top-1 hits, overlap, and 1 if the verifier's top token is listed."""
     logits_bnv = network.logits(weights, tables, hidden_bnd)
-    verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
+    verifier_bnv = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd)
     verifier_bnv = vocab.cap(verifier_bnv, logit_cap)
+    ids_v = draft_ids(weights)
     drafted_bn = vocab.argmax(lax.stop_gradient(logits_bnv))
     known_bn = jnp.ones(label_bn.shape)
     if ids_v is not None:

@@ -79,9 +79,13 @@ def record(
     """
     if jax.process_count() > 1:
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
-    dtype, width = np.dtype(weights["embed"].dtype), (len(taps) + 1) * verifier.hidden_size
-    schemes = [] if (scheme := quantized.quantization_scheme(weights)) is None else [scheme]
-    key = hashlib.sha256(repr((verifier, dtype.name, taps, corpus.digest(), digest, *schemes)).encode())
+    dtype = np.dtype(weights["embed"].dtype)
+    width = (len(taps) + 1) * verifier.hidden_size
+    facts = (verifier, dtype.name, taps, corpus.digest(), digest)
+    scheme = quantized.quantization_scheme(weights)
+    if scheme is not None:
+        facts = (*facts, scheme)
+    key = hashlib.sha256(repr(facts).encode())
 
     @programs.jit
     def run(weights: Params, batch: PackedBatch) -> jax.Array:
@@ -90,11 +94,11 @@ def record(
 
     def outputs(packed: PackedDataset) -> Iterator[bytes]:
         with watch.Bar("recording", total=len(packed)) as bar:
-            for first in range(0, len(packed), batch_size):
-                index = np.arange(first, first + batch_size)
+            for start in range(0, len(packed), batch_size):
+                index = np.arange(start, start + batch_size)
                 batch = hosts.place_batch(packed.take(np.minimum(index, len(packed) - 1)), batch_size, mesh)
                 yield sharding.to_host(run(weights, batch))[index < len(packed)].tobytes()
-                bar.show(first + batch_size)
+                bar.show(start + batch_size)
 
     def with_outputs(packed: PackedDataset, name: str) -> PackedDataset:
         path = Path(folder) / f"{key.hexdigest()[:16]}-{packed.sequence_length}-{name}"

@@ -51,11 +51,13 @@ class Device:
       backend: JAX's name: "cpu", "gpu" or "tpu".
       kind: JAX's name of the chip.
       features: instruction sets of a CPU, as in the flags of /proc/cpuinfo; empty if unknown.
+      compute_capability: JAX's name of a GPU's architecture, such as "9.0" (NVIDIA) or "gfx942" (AMD); empty if unknown.
     """
 
     backend: str
     kind: str = ""
     features: frozenset[str] = frozenset()
+    compute_capability: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -97,7 +99,7 @@ def describe(device: Any) -> Device:
     """Returns the `Device` of a JAX device, which may be an abstract one for compiling ahead of time."""
     is_cpu = device.platform == "cpu"
     features = usable_features(cpu_features(), os.environ.get("XLA_FLAGS", "")) if is_cpu else frozenset()
-    return Device(device.platform, device.device_kind, features)
+    return Device(device.platform, device.device_kind, features, getattr(device, "compute_capability", ""))
 
 
 def usable_features(features: frozenset[str], flags: str) -> frozenset[str]:
