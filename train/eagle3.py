@@ -76,7 +76,8 @@ class Eagle3Stage(DraftingStage):
         return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
 
     def drafter_config(self, verifier: ModelConfig, start: None) -> Eagle3Drafter:
-        depth, size = verifier.num_layers, self.draft_vocab_size or verifier.vocab_size
+        depth = verifier.num_layers
+        size = self.draft_vocab_size or verifier.vocab_size
         # With fewer than 8 layers, some default taps are equal.
         usual = default_taps(depth) if depth >= 8 else (0, depth // 2, depth - 1)
         taps = self.target_layer_ids or usual

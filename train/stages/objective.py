@@ -200,7 +200,8 @@ def score_sums(
     drafter: BlockDrafter,
 ) -> Sums:
     """Returns the sums of one chunk of blocks, from their hidden states without the anchor slot."""
-    unembed_vd, eps = tables.get("unembed", tables["embed"]), drafter.layers.rms_norm_eps
+    unembed_vd = tables.get("unembed", tables["embed"])
+    eps = drafter.layers.rms_norm_eps
     head = optax.tree.cast(head, unembed_vd.dtype)
     norm = norm.astype(unembed_vd.dtype)
     targets_bni, weights_bni = chunk.targets_bni[:, :, 1:], chunk.weights_bni[:, :, 1:]

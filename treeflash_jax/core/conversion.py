@@ -26,7 +26,9 @@ def convert(kind: Any, value: Any, from_text: bool) -> Any:
         return value
     if kind in SCALARS:
         return SCALARS[kind](value if type(value) in SCALARS else _without_arrays(value), from_text)
-    value, origin, parts = _without_arrays(value), get_origin(kind), get_args(kind)
+    value = _without_arrays(value)
+    origin = get_origin(kind)
+    parts = get_args(kind)
     if origin in (Union, UnionType):
         return _convert_first(parts, value, from_text)
     if origin in (Mapping, dict):

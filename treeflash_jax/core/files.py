@@ -48,7 +48,8 @@ def absolute(path: str | os.PathLike) -> Any:
     try:
         epath.Path(path).exists()
     except (ImportError, KeyError, NotImplementedError) as error:
-        scheme, reason = os.fspath(path).partition("://")[0], str(error).splitlines()[0]
+        scheme = os.fspath(path).partition("://")[0]
+        reason = str(error).splitlines()[0]
         expected = "" if isinstance(error, ImportError) else "; expected a local path or a URL like gs://bucket/run"
         raise ValueError(f"{path}: {scheme}:// cannot be opened here ({reason}){expected}") from None
     return epath.Path(path)

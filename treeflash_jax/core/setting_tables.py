@@ -78,7 +78,9 @@ def _build(cls: type, raw: Any, prefix: str, known: list[str]) -> Any:
         raise ValueError(f"got {prefix[:-1]} = {quoted(raw)}, expected a dictionary")
     values = {}
     for name, value in raw.items():
-        key, field, kind = prefix + name, cls.__dataclass_fields__.get(name), kinds(cls).get(name)
+        key = prefix + name
+        field = cls.__dataclass_fields__.get(name)
+        kind = kinds(cls).get(name)
         table = _table(kind)
         if field is None:
             tables = {other.rpartition(".")[0] for other in known}

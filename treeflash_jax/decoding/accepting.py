@@ -85,7 +85,8 @@ def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetD
 
 def target_noise(state: DecodeState, length: int, logits_bnv: jax.Array) -> jax.Array:
     """Returns Gumbel noise [b, length, v] of the next `length` positions; zeros if all sequences are greedy."""
-    size, dtype = logits_bnv.shape[-1], at_least_float32(logits_bnv.dtype)
+    size = logits_bnv.shape[-1]
+    dtype = at_least_float32(logits_bnv.dtype)
     with jax.named_scope("noise"):
         stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
         positions_bp = state.end_b[:, None] + jnp.arange(length)

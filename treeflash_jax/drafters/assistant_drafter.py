@@ -123,7 +123,9 @@ class AssistantDrafter(LaneDrafter):
 
     def specs(self) -> dict[str, Any]:
         """Returns the specs of the layers and their table, and of the projections and clusters."""
-        d, j, vocab_size = self.layers.hidden_size, self.target_hidden_size, self.layers.vocab_size
+        d = self.layers.hidden_size
+        j = self.target_hidden_size
+        vocab_size = self.layers.vocab_size
         tree = decoder.specs(self.layers) | {
             "pre_projection": Spec((d, 2 * j), ("embed", None), inputs=(1,), outputs=(0,)),
             "post_projection": Spec((j, d), (None, "embed"), inputs=(1,), outputs=(0,)),

@@ -110,7 +110,9 @@ class Eagle3Drafter(LaneDrafter):
 
     def extend(self, params: Params, verifier_params: Params, state: ContextState, new: NewPositions) -> ContextState:
         """Adds committed positions: all of their keys and values, and the layer's output at the last valid position."""
-        prefix, length_b, length = state.context.layers[0], state.context.length_b, new.features_btj.shape[1]
+        prefix = state.context.layers[0]
+        length_b = state.context.length_b
+        length = new.features_btj.shape[1]
         carried_btd = fuse(params, self, new.features_btj)
         read_bt = layer_input(params, verifier_params, self, new.tokens_bt, carried_btd)
         positions_bt = length_b[:, None] + jnp.arange(length)

@@ -229,7 +229,8 @@ class LaneDrafter(Drafter):
           step: a `Step` with a method `offer(shared, hidden_bwd, kv) -> LaneState`, which returns the children below hidden
             states.
         """
-        context, first = inputs.state.context, step.offer(shared, inputs.state.hidden_bd[:, None], ())
+        context = inputs.state.context
+        first = step.offer(shared, inputs.state.hidden_bd[:, None], ())
         scratch = scratch_specs(context)
         lanes = LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
         return join_ngrams(lanes, inputs, self.ngrams)

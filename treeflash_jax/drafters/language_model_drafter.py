@@ -66,7 +66,8 @@ class LanguageModelDrafter(LaneDrafter):
         problem = f"got a language model with a vocabulary of {got}, expected the verifier's, of {expected}"
         require_fit(got == expected, problem, "use a smaller model of the same family")
         if self.steering is not None:
-            is_dense, kind = not (self.layers.num_experts or self.layers.sizes), self.layers.model_type
+            is_dense = not (self.layers.num_experts or self.layers.sizes)
+            kind = self.layers.model_type
             expect(is_dense, "steering of a model of type", kind, "dense layers of one width: leave steering out")
             require_sizes(verifier, self.taps, steering_width=(self.steering.width, verifier.hidden_size))
         return self

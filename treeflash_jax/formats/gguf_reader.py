@@ -59,7 +59,8 @@ class GgufTensor:
             return _dequantized(self.raw, self.type)[0][index]
         if self.order is not None:
             index = (self.order[index[0]], *index[1:])
-        raw, outer = self.raw.reshape(*self.shape[:-1], -1), len(self.shape) - 1
+        raw = self.raw.reshape(*self.shape[:-1], -1)
+        outer = len(self.shape) - 1
         return _dequantized(raw[index[:outer]], self.type)[(..., *index[outer:])]
 
 

@@ -93,7 +93,8 @@ def tree_attention(
 
 def attend_plainly(operands: Operands) -> jax.Array:
     """Returns attention as "xla" computes it."""
-    q_bthe, slots = operands.q_bthe, 0 if operands.prefix is None else operands.prefix.num_slots
+    q_bthe = operands.q_bthe
+    slots = 0 if operands.prefix is None else operands.prefix.num_slots
     size = q_bthe[..., 0].size * slots * at_least_float32(q_bthe.dtype).itemsize
     queries = q_bthe.shape[1] * q_bthe.shape[2] // operands.k_buke.shape[2]
 
@@ -109,7 +110,8 @@ def _cut(operands: Operands, sequences: slice, positions: slice) -> Operands:
     q_bthe, k_buke, v_buke, mask_btu, sinks_h, first_bt, prefix, length_b = operands
     if prefix is not None:
         stacks = prefix.keys_bnkse[sequences], prefix.values_bnkse[sequences]
-        prefix, length_b = LayerKV(*stacks, prefix.layer, prefix.is_ring), length_b[sequences]
+        prefix = LayerKV(*stacks, prefix.layer, prefix.is_ring)
+        length_b = length_b[sequences]
     cut = sequences, positions
     return Operands(
         q_bthe[cut], k_buke[sequences], v_buke[sequences], mask_btu[cut], sinks_h,
@@ -172,7 +174,8 @@ def _in_blocks(operands: Operands, least_blocks: int) -> jax.Array:
 
     def attend(operands: Operands) -> jax.Array:
         q_bthe, k_buke, v_buke, mask_btu, sinks_h, _, prefix, length_b = operands
-        q_bkqe, seen_bs = group_queries(q_bthe, k_buke.shape[2]), jnp.arange(slots) < length_b[:, None]
+        q_bkqe = group_queries(q_bthe, k_buke.shape[2])
+        seen_bs = jnp.arange(slots) < length_b[:, None]
         new_bkqu = logits(q_bkqe, jnp.swapaxes(k_buke, 1, 2), mask_btu)
         peak_bkq = jnp.max(new_bkqu, axis=-1)
         new_bkqu = jnp.exp(new_bkqu - peak_bkq[..., None])

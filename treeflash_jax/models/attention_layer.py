@@ -97,7 +97,10 @@ class AttentionLayer(LayerKind):
     ) -> tuple[jax.Array, Any]:
         table, mask_btu, first_bt = inputs.precomputed
         if self.shares:
-            q_bthe, new, seen, gate_bthe = layers.queries(params, config, x_btd, table), None, earlier, None
+            q_bthe = layers.queries(params, config, x_btd, table)
+            new = None
+            seen = earlier
+            gate_bthe = None
         else:
             q_bthe, *new, gate_bthe = queries_keys_values(params, config, x_btd, table)
             new = tuple(new)

@@ -78,7 +78,8 @@ def specs(
 
 def layer_input_specs(config: ModelConfig) -> dict[str, Spec]:
     """Returns the specs of `layer_inputs`, if the model has any. The table is never quantised: passes read few vectors."""
-    p, width = config.layer_input_size, config.num_layers * config.layer_input_size
+    p = config.layer_input_size
+    width = config.num_layers * config.layer_input_size
     if not p:
         return {}
     return {
@@ -160,7 +161,8 @@ def layer_inputs(params: Params, config: ModelConfig, tokens_bt: jax.Array, x_bt
 
     Source: transformers, gemma4 (per-layer embeddings).
     """
-    p, shape = config.layer_input_size, (*tokens_bt.shape, config.num_layers, config.layer_input_size)
+    p = config.layer_input_size
+    shape = (*tokens_bt.shape, config.num_layers, config.layer_input_size)
     if not p:
         return [None] * config.num_layers
     of_token_btlp = vocab.embed(params["input_embed"], tokens_bt, p**0.5).reshape(shape)

@@ -79,7 +79,8 @@ class DeltaLayer(LayerKind):
 
     def specs(self, config: ModelConfig, is_merged: bool = False) -> dict[str, Spec]:
         d, sizes = config.hidden_size, config.delta
-        h, z = sizes.value_heads, sizes.value_heads * sizes.value_dim
+        h = sizes.value_heads
+        z = sizes.value_heads * sizes.value_dim
         widths = dict(zip(MAPS, (sizes.channels, z, h, h), strict=True))
         if is_merged:
             widths = {"delta_in": sum(widths.values())}

@@ -114,7 +114,8 @@ def _local_mixture(
     if quantized.quantization_scheme(weights):  # frees wide copies after each layer, as `quantized.product` does
         inputs, weights = lax.optimization_barrier((inputs, weights))
     x_btd, routed_btd = inputs[0], inputs[-1]
-    x_nd, held = x_btd.reshape(-1, x_btd.shape[-1]), weights["expert_gate"].shape[0]
+    x_nd = x_btd.reshape(-1, x_btd.shape[-1])
+    held = weights["expert_gate"].shape[0]
     weight_nk, ids_nk = route(weights, config, routed_btd.reshape(x_nd.shape))
     local_nk = ids_nk - lax.axis_index(experts) * held if experts else ids_nk
     is_held_nk = (local_nk >= 0) & (local_nk < held)

@@ -151,7 +151,8 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     if rope.kind == "yarn":
         kept = 1.0 - _yarn_ramp(rope, head_dim)
     else:
-        turns, low = rope.original_max_positions / (2 * np.pi / frequencies), rope.low_freq_factor
+        turns = rope.original_max_positions / (2 * np.pi / frequencies)
+        low = rope.low_freq_factor
         kept = np.clip((turns - low) / (rope.high_freq_factor - low), 0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / rope.factor)
 

@@ -246,7 +246,8 @@ def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: D
     dtype = dtype or x.dtype
     if weight.block is not None:
         if weight.order is not None:
-            x, weight = jnp.take(x, weight.order, axis=-1), weight.replace(order=None)
+            x = jnp.take(x, weight.order, axis=-1)
+            weight = weight.replace(order=None)
         return block_products.block_product(x, weight, dtype)
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # sums of x with values up to 127 or 448 overflow float16
     return (products.dense_product(equation, x, weight.values.astype(x.dtype), wide) * weight.scale.astype(wide)).astype(

@@ -1,7 +1,6 @@
 """Builds the FastAPI application: paths of protocols, models, health and metrics, the key check, and the form of errors."""
 
 import hmac
-import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -165,11 +164,9 @@ def add_error_handlers(app: FastAPI) -> None:
         protocol = protocol_at(request.url.path)
         return JSONResponse(protocol.error(status, message, **more), status, headers)
 
-    logged_places: set[tuple[str, int | None]] = set()
-
     @app.exception_handler(ValueError)
     async def refuse(request: HttpRequest, reason: ValueError) -> Response:
-        log_possible_bug(reason, logged_places)
+        logger.debug("refused a request", exc_info=reason)  # shows a bug that looks like a refusal
         param = None
         if isinstance(reason, WrongValue) and reason.name.replace(".", "_").isidentifier():
             param = reason.name
@@ -202,20 +199,3 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def drop(_: HttpRequest, __: Exception) -> Response:
         return Response(status_code=499)  # never received, because the connection is closed
-
-
-def log_possible_bug(reason: ValueError, logged_places: set[tuple[str, int | None]]) -> None:
-    """Logs an error with its traceback, unless `WrongValue` shows that a check has refused the request.
-
-    Most other ValueErrors are refusals too, but libraries and bugs raise the same class. So that clients cannot fill the
-    log, each place of the source is logged once.
-    """
-    chain: list[BaseException] = [reason]  # ends with the error that was raised first
-    while chain[-1].__context__ is not None:
-        chain.append(chain[-1].__context__)
-    if any(isinstance(error, WrongValue) for error in chain):
-        return
-    place = traceback.extract_tb(chain[-1].__traceback__)[-1]
-    if (place.filename, place.lineno) not in logged_places:
-        logged_places.add((place.filename, place.lineno))
-        logger.warning("refused a request with status 400; if the request was right, this is a bug", exc_info=chain[-1])

@@ -67,7 +67,8 @@ def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
     nodes = parent_bn.shape[1]
     word_n, bit_n = np.divmod(np.arange(nodes), 32)
     self_nx = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
-    bits_bnx, above_bn = jnp.broadcast_to(self_nx, (*parent_bn.shape, self_nx.shape[1])), parent_bn
+    bits_bnx = jnp.broadcast_to(self_nx, (*parent_bn.shape, self_nx.shape[1]))
+    above_bn = parent_bn
     # Pointer doubling: `max_depth` gathers in a row would take XLA's GPU compiler exponential time.
     for _ in range(max_depth.bit_length()):
         bits_bnx |= pick(bits_bnx, above_bn)

@@ -55,7 +55,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=400, help="of the stream, which has to outlast the prompt")
     parser.add_argument("--passes", type=int, default=3)
     arguments = parser.parse_args()
-    servers, seconds = [server.split("=", 1) for server in arguments.servers], defaultdict(list)
+    servers = [server.split("=", 1) for server in arguments.servers]
+    seconds = defaultdict(list)
     for number in range(1 + arguments.passes):
         for name, url in servers:
             result = measure(url, arguments.words, arguments.max_tokens, number)

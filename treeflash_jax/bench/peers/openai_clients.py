@@ -36,7 +36,8 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     arguments = parser.parse_args()
     lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()[: arguments.limit]
-    prompts, speeds = [json.loads(line) for line in lines], defaultdict(list)
+    prompts = [json.loads(line) for line in lines]
+    speeds = defaultdict(list)
     servers = [server.split("=", 1) for server in arguments.servers]
     for number in range(1 + arguments.passes):
         for clients in arguments.clients:

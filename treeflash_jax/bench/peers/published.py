@@ -27,7 +27,8 @@ def main() -> None:
     sys.path.insert(0, arguments.code)
     from tree_flash import TreeFlash
 
-    dtype, device = getattr(torch, arguments.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, arguments.dtype)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     verifier = AutoModelForCausalLM.from_pretrained(arguments.verifier, dtype=dtype).to(device)
     drafter = TreeFlash.from_pretrained(arguments.drafter, dtype=dtype).to(device)
     settings = {"is_vanilla": True} if arguments.nodes is None else {"tree_size": arguments.nodes}

@@ -207,7 +207,8 @@ class BlockDrafter(Drafter):
     def draft(self, inputs: Inputs) -> Expander:
         """Returns next-token distributions at every depth, given the tokens before. `ngrams` above 0 adds n-grams."""
         hidden_bid = self.draft_block(inputs)[:, self.first_slot :]
-        embed_vd, norm = inputs.verifier_params["embed"], inputs.params["backbone"]["norm"]
+        embed_vd = inputs.verifier_params["embed"]
+        norm = inputs.params["backbone"]["norm"]
         unembed = Unembed(embed_vd, inputs.verifier_params.get("unembed", embed_vd), norm, self.layers.rms_norm_eps)
         unembed = unembed.replace(logit_cap=self.logit_cap, embedding_factor=self.embedding_factor)
         if self.draft_vocab_size:

@@ -80,7 +80,8 @@ class OpenScheduler(Scheduler):
             self._run_rounds(1)
 
     def _begin_group(self) -> None:
-        requests, num_rows = self.admission.next_requests, self.admission.refill_size
+        requests = self.admission.next_requests
+        num_rows = self.admission.refill_size
         preferred, prefixes = copy_prefixes(self.runner, self.state, requests, num_rows)
         self._group = self.admission.make_group(preferred)
         self._begin_prefill(self._group, self.state.capacity, prefixes)

@@ -138,7 +138,8 @@ def _choose_tree(
     shape = TreeShape(**sizes, selector=selector)
     distribution = builder.distribution_for(shape)
     if selector is None:
-        rule, nodes = config.acceptance or default_rule(distribution), config.nodes
+        rule = config.acceptance or default_rule(distribution)
+        nodes = config.nodes
     else:
         rule, nodes = selector.rule, selector.num_nodes
     check_lossless(rule, distribution)

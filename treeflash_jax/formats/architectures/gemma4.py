@@ -146,7 +146,8 @@ def _experts(keys: Keys) -> dict[str, Any]:
     """Returns the fields of the experts; {} for dense models."""
     if not keys.truth("enable_moe_block", False):
         return {}
-    num_experts, each = keys.integer("num_experts", most=MAX_EXPERTS), keys.integer("top_k_experts")
+    num_experts = keys.integer("num_experts", most=MAX_EXPERTS)
+    each = keys.integer("top_k_experts")
     keys.expect(each <= num_experts, "top_k_experts", each, f"at most {num_experts}, the number of experts")
     return {
         "num_experts": num_experts,

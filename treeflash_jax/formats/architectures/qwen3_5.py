@@ -64,7 +64,8 @@ _SHARED = {
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the kind of each layer and the sizes of delta-rule layers."""
-    interval, num_layers = keys.integer("full_attention_interval", 4), fields["num_layers"]
+    interval = keys.integer("full_attention_interval", 4)
+    num_layers = fields["num_layers"]
     types = keys.raw.get("layer_types") or [
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
     ]

@@ -204,7 +204,8 @@ def _draw_level(
     def drawn(x_bnc: jax.Array) -> jax.Array:
         return jnp.take_along_axis(pick(x_bnc, parent_bn), slot_bn[..., None], axis=2)[..., 0]
 
-    here_bn1, below_bn = (outline.depth_bn == depth)[..., None], outline.depth_bn == depth + 1
+    here_bn1 = (outline.depth_bn == depth)[..., None]
+    below_bn = outline.depth_bn == depth + 1
     is_possible_bn = jnp.isfinite(jnp.where(is_fixed_bn, drawn(log_p_bnc), drawn(log_q_bnc)))
     alive_bn = jnp.where(below_bn, pick(draws.is_alive_bn, parent_bn) & is_possible_bn, draws.is_alive_bn)
     token_bn = jnp.where(below_bn, drawn(tokens_bnc), draws.token_bn)

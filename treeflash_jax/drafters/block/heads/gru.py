@@ -44,7 +44,9 @@ class GruHead(PathHead):
         return drafter.head_sizes or GruSizes(min(1024, drafter.layers.hidden_size))
 
     def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
-        d, width, rank = drafter.layers.hidden_size, self.state_size(drafter), head_rank(drafter)
+        d = drafter.layers.hidden_size
+        width = self.state_size(drafter)
+        rank = head_rank(drafter)
         return {
             "gru_in": Spec((d, 3, width), ("embed", None, None), inputs=(0,), outputs=(1, 2)),
             "gru_state": Spec((width, 3, width), (None, None, None), inputs=(0,), outputs=(1, 2)),

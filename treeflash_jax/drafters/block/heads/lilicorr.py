@@ -83,7 +83,9 @@ class LiLiCorrHead(Head):
 
     def specs(self, drafter: DrafterSizes) -> dict[str, Any]:
         """Returns the specs. The weights of all layers are stacked."""
-        sizes, d, slots = self.sizes(drafter), drafter.layers.hidden_size, drafter.num_depths
+        sizes = self.sizes(drafter)
+        d = drafter.layers.hidden_size
+        slots = drafter.num_depths
         y, h, f = sizes.num_layers, sizes.width, sizes.factor_dim
         maps: dict[str, tuple[int, ...]] = {
             "hidden": (d, h), "feature_up": (FEATURES, h), "feature_down": (h, h), "context": (d, h), "factor": (3 * h, h),

@@ -81,7 +81,8 @@ class LowRankHead(Head):
         Children are among the likeliest marginal tokens of their depth. Tokens off that list keep their marginal mass.
         """
         listed = self.count_listed(drafter)
-        m, batch = min(drafter.candidates, listed), block.anchor_b.shape[0]
+        m = min(drafter.candidates, listed)
+        batch = block.anchor_b.shape[0]
         normed_bid = unembed.normed(block.hidden_bid)
         marginal_biv = unembed.logits(normed_bid)
         dtype = at_least_float32(marginal_biv.dtype)
