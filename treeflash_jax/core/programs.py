@@ -130,26 +130,26 @@ def start_compiling(
         if program is not None and not (program.future.done() and program.future.exception()):  # repeats a failed one
             program.last_use = next(_uses)
             return program
-        _make_room()
         model = _digest(jax.tree.map(lambda x: (x.shape, x.dtype), args[:1]))  # the first argument is a model's weights
         labels = _digest(function.__name__, jax.__version__, *key[1:]), f"{function.__name__} {model}"
         _programs[key] = program = Program(function, futures.Future(), labels, last_use=next(_uses))
-    try:
-        product_precision = _precision(leaves, mesh)
-        with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
+    with (clock or Clock()).compiling(function.__name__, f"compiling, {_note()}"):
+        _make_room()
+        try:
+            product_precision = _precision(leaves, mesh)
             with sharding.ambient(mesh), jax.default_matmul_precision(product_precision):
                 lowered = function.lower(*args, **static)
-    except BaseException as error:
-        with _changing:
-            _programs.pop(key, None)  # the error refers to the arguments
-        program.future.set_exception(error)
-        raise
-    if _takes_no_four_bits(mesh, leaves):
-        program.future.set_result(functools.partial(_call_jitted, function, mesh, product_precision, static))
-        return program
-    thread = futures.ThreadPoolExecutor(1)
-    thread.submit(_compile_into, program.future, lowered, mesh, function)
-    thread.shutdown(wait=False)
+        except BaseException as error:
+            with _changing:
+                _programs.pop(key, None)  # the error refers to the arguments
+            program.future.set_exception(error)
+            raise
+        if _takes_no_four_bits(mesh, leaves):
+            program.future.set_result(functools.partial(_call_jitted, function, mesh, product_precision, static))
+        else:
+            thread = futures.ThreadPoolExecutor(1)
+            thread.submit(_compile_into, program.future, lowered, mesh, function)
+            thread.shutdown(wait=False)
     return program
 
 
@@ -179,11 +179,12 @@ def _digest(*parts: Any) -> str:
 
 
 def _make_room() -> None:
-    """Frees the least recently used programs if there is no room for another program."""
-    while _programs and (len(_programs) >= MOST_PROGRAMS or _count_memory_maps() > MOST_MAPS):
-        oldest = min(list(_programs), key=lambda key: _programs[key].last_use)
-        del _programs[oldest]
-        oldest[0].clear_cache()  # JAX's own references
+    """Frees the least recently used programs if there are too many, but not the newest."""
+    with _changing:
+        while len(_programs) > 1 and (len(_programs) > MOST_PROGRAMS or _count_memory_maps() > MOST_MAPS):
+            oldest = min(_programs, key=lambda key: _programs[key].last_use)
+            del _programs[oldest]
+            oldest[0].clear_cache()  # JAX's own references
 
 
 def _count_memory_maps() -> int:
