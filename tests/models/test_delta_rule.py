@@ -16,7 +16,11 @@ from treeflash_jax.models.delta_rule import BLOCK, DeltaState, NewDelta
 from treeflash_jax.models.kernels import delta_rule_mosaic, delta_rule_tpu
 
 G, H, E, F, C, J, LENGTH = 2, 4, 6, 5, 7, 4, 9
-attend, convolve, commit = jax.jit(delta_rule.attend), jax.jit(delta_rule.convolve), jax.jit(delta_rule.commit)
+attend, convolve, commit = (
+    jax.jit(delta_rule.attend, static_argnames="is_tree"),
+    jax.jit(delta_rule.convolve),
+    jax.jit(delta_rule.commit),
+)
 
 
 def draw_tree(size: int, seed: int, reach: int = 4) -> list[list[int]]:
@@ -78,22 +82,22 @@ def as_arrays(inputs: dict[str, np.ndarray], dtype=np.float64) -> list[jax.Array
     return [jax.device_put(np.asarray(x, dtype)) for x in (inputs | {"state": packed(inputs["state"])}).values()]
 
 
-def run(inputs: dict[str, np.ndarray], mask: np.ndarray, dtype=np.float64):
+def run(inputs: dict[str, np.ndarray], mask: np.ndarray, dtype=np.float64, is_tree=False):
     arrays = as_arrays(inputs, dtype)
-    return attend(*arrays, jnp.broadcast_to(jnp.asarray(mask), (len(arrays[0]), *mask.shape[-2:])))
+    return attend(*arrays, jnp.broadcast_to(jnp.asarray(mask), (len(arrays[0]), *mask.shape[-2:])), is_tree=is_tree)
 
 
-def passed(inputs: dict[str, np.ndarray], mask: np.ndarray, x: np.ndarray) -> NewDelta:
+def passed(inputs: dict[str, np.ndarray], updates: jax.Array, x: np.ndarray) -> NewDelta:
     """What the pass leaves for a commit."""
-    return NewDelta(*jax.device_put((x, inputs["k"])), run(inputs, mask)[1], jax.device_put(inputs["decay"]))
+    return NewDelta(*jax.device_put((x, inputs["k"])), updates, jax.device_put(inputs["decay"]))
 
 
-@pytest.mark.parametrize("size, reach", [(1, 1), (14, 1), (14, 4), (14, 14), (BLOCK, 9)])
+@pytest.mark.parametrize("size, reach", [(1, 1), (14, 1), (14, 4), (14, 14), (BLOCK, 9), (BLOCK + 26, 30)])
 def test_outputs_and_commits_of_every_path_are_those_of_the_recurrence(float64, size, reach):
     paths, inputs = draw_tree(size, reach, reach), draw_inputs(size)
     mask, x, window = draw_mask(paths), *(np.random.default_rng(7).normal(size=(2, n, C)) for n in (size, J - 1))
-    out, _ = run(inputs, mask)
-    new, before = passed(inputs, mask, x), DeltaState(jnp.asarray(window), jnp.asarray(packed(inputs["state"])))
+    out, updates = run(inputs, mask, is_tree=True)
+    new, before = passed(inputs, updates, x), DeltaState(jnp.asarray(window), jnp.asarray(packed(inputs["state"])))
     for node in sorted({*range(0, size, 5), size - 1}):
         path = paths[node]
         padded = jnp.asarray([path + [size - 1] * (size - len(path))] * 2)
@@ -111,8 +115,8 @@ def test_a_long_chunk_is_its_blocks_one_after_the_other(float64):
     size = 2 * BLOCK + 9
     inputs = draw_inputs(size)
     mask, x = np.tri(size, dtype=bool), np.random.default_rng(7).normal(size=(2, size, C))
-    out, _ = run(inputs, mask)
-    new, before = passed(inputs, mask, x), DeltaState(jnp.zeros((2, J - 1, C)), jnp.asarray(packed(inputs["state"])))
+    out, updates = run(inputs, mask)
+    new, before = passed(inputs, updates, x), DeltaState(jnp.zeros((2, J - 1, C)), jnp.asarray(packed(inputs["state"])))
     for count in (1, 2, BLOCK, size - 5, size):
         want_out, want_state = recur(inputs, list(range(count)), 1)
         after = commit(before, new, jnp.asarray([0, count]))

@@ -151,7 +151,7 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
         mask_bnn = trees.ancestor_mask(tree.parent_bn, plan.path_length - 1)
         out = decoder.forward(
             weights.verifier, plan.shared.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
-            taps=plan.shared.taps, attention=plan.attention, residual_dtype=plan.shared.residual_dtype,
+            taps=plan.shared.taps, attention=plan.attention, residual_dtype=plan.shared.residual_dtype, is_tree=True,
         )  # fmt: skip
         logits_bnv = decoder.logits(weights.verifier, plan.shared.verifier, out.hidden_btd)
         return Verified(logits_bnv, out.features_btj, out.new)

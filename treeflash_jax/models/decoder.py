@@ -134,6 +134,7 @@ def forward(
     taps: tuple[int, ...] = (),
     attention: str = "xla",
     residual_dtype: DTypeLike | None = None,
+    is_tree: bool = False,
 ) -> Output:
     """Runs new positions through the model. The cache is read, never written.
 
@@ -144,6 +145,7 @@ def forward(
       earlier: `Output.new` of x positions that are not yet in a cache. The mask is then [b, t, x + u].
       taps: 0-based indices of layers whose outputs are returned.
       residual_dtype: dtype of the residual stream and of `hidden_btd`; None: dtype of the weights.
+      is_tree: whether the new positions are a tree; otherwise they are texts, one after the other.
     """
     x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt, config.embedding_factor), ("batch", None, None))
     dtype = x_btd.dtype
@@ -151,7 +153,7 @@ def forward(
     x_btd = x_btd.astype(residual_dtype or dtype)
     out = through_layers(
         params, config, x_btd, positions_bt, mask_btu, cache,
-        earlier=earlier, taps=taps, attention=attention, inputs_lbtp=inputs_lbtp,
+        earlier=earlier, taps=taps, attention=attention, inputs_lbtp=inputs_lbtp, is_tree=is_tree,
     )  # fmt: skip
     return out.replace(features_btj=out.features_btj.astype(dtype))
 
@@ -183,6 +185,7 @@ def through_layers(
     taps: tuple[int, ...] = (),
     attention: str = "xla",
     inputs_lbtp: jax.Array | Sequence[jax.Array | None] | None = None,
+    is_tree: bool = False,
 ) -> Output:
     """Runs the layers and the final norm on inputs [b, t, d], like `forward`, but reads no table.
 
@@ -195,7 +198,7 @@ def through_layers(
     inputs = {}
     for kind in dict.fromkeys(config.kinds):
         precomputed = KINDS[kind].precompute(config.of_kind(kind), positions_bt, mask_btu)
-        inputs[kind] = PassInputs(positions_bt, mask_btu, length_b, precomputed, attention)
+        inputs[kind] = PassInputs(positions_bt, mask_btu, length_b, precomputed, attention, is_tree)
     inputs_lbtp = [None] * config.num_layers if inputs_lbtp is None else inputs_lbtp
     operands = all_weights, config, params["norm"], x_btd, inputs, states, earlier, inputs_lbtp
     run = kernels.find("decoder layers", *operands) or run_layers

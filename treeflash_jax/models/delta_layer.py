@@ -123,7 +123,7 @@ class DeltaLayer(LayerKind):
         convolved_btc = delta_rule.convolve(qkv_btc, before.window_bjc, conv_cj, inputs.positions_bt, mask_btu, length_b)
         q_btge, k_btge, v_bthf = _heads(config, jax.nn.silu(convolved_btc))
         arrays = q_btge * config.delta.key_dim**-0.5, k_btge, v_bthf, decay_bth, beta_bth, before.state_bgez, mask_btu
-        attend = kernels.find("delta rule", *arrays) or delta_rule.attend
+        attend = kernels.find("delta rule", *arrays) or partial(delta_rule.attend, is_tree=inputs.is_tree)
         out_bthf, updates_bthf = attend(*arrays)
         wide = out_bthf.dtype
         normed_bthf = layers.rms_norm(out_bthf, params["gated_norm"].astype(wide), config.rms_norm_eps)

@@ -34,7 +34,7 @@ from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.models.config import DeltaSizes
 
-BLOCK = 64  # positions solved together; longer chunks carry the state from block to block
+BLOCK = 64  # positions of texts solved together; longer chunks carry the state from block to block
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
@@ -117,21 +117,22 @@ def attend(
     beta_bth: jax.Array,
     state_bgez: jax.Array,
     mask_btu: jax.Array,
+    is_tree: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns outputs and updates u of the new positions, [b, t, h, f] each.
 
     A key head serves h / g consecutive value heads. A position sees the state if it sees the first new position; positions
-    of other texts in the same chunk do not. More than BLOCK positions run block by block, which carries the state, so their
-    mask must be the mask of texts that follow each other.
+    of other texts in the same chunk do not. Texts of more than BLOCK positions run block by block, which carries the state.
 
     Args:
       q_btge, k_btge: normed queries and keys. Queries are already scaled.
       decay_bth: log decays, at most 0.
       beta_bth: strengths of the updates.
       mask_btu: True if new position t is position u or descends from it; ancestors precede their descendants.
+      is_tree: whether the positions are a tree, which is solved whole; otherwise they are texts, one after the other.
     """
     batch, size = mask_btu.shape[:2]
-    if size <= BLOCK:
+    if is_tree or size <= BLOCK:
         return _attend_block(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu, mask_btu[:, :, 0])[:2]
     blocks = -(-size // BLOCK)
     padding = blocks * BLOCK - size

@@ -76,6 +76,7 @@ class PassInputs:
       precomputed: result of `LayerKind.precompute`.
       attention: name of an implementation in `attention.IMPLEMENTATIONS`; for a `PackedMask`, in
         `packed_attention.IMPLEMENTATIONS`.
+      is_tree: whether the new positions are a tree; otherwise they are texts, one after the other.
     """
 
     positions_bt: jax.Array
@@ -83,6 +84,7 @@ class PassInputs:
     length_b: jax.Array | None
     precomputed: Any
     attention: str
+    is_tree: bool = False
 
 
 class LayerKind(ABC):
