@@ -9,6 +9,7 @@ from answers import drafted_as_plain
 from conftest import needs_8_devices
 from model_files import assert_same
 from refusals import refused
+from safetensors.numpy import load_file, save_file
 
 import treeflash_jax as tf
 from treeflash_jax.bench.shapes import describe_tree
@@ -100,6 +101,13 @@ def test_conversions_keep_the_tokenizer_of_a_language_model(tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in locate("tiny").iterdir()}
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (locate("tiny") / name).read_bytes()
+
+
+def test_conversions_refuse_what_they_would_round(folder, tmp_path):
+    path = folder / "model.safetensors"
+    save_file({name: x.astype(np.float64) for name, x in load_file(path).items()}, path)
+    refused(lambda: model_files.convert_drafter(folder, tmp_path / "out", "dflash", drop_head=True), "'F64'", "BF16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_frequent_tokens_are_listed_and_lower_ids_first_among_equals(tmp_path):

@@ -295,8 +295,8 @@ def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
     assert np.all(np.std(results, axis=0) > 0)
     error = np.std(results, axis=0) / np.sqrt(500)
     assert np.all(np.abs(np.mean(results, axis=0) - masses.sum()) < 4 * error)
-    words = "got objective.vocabulary 20, expected at least the 32 tokens of a sequence"
-    refused(lambda: draw(batch, size=20, keys_b=keys), words)
+    words = "got objective.vocabulary 32, expected more than the 32 tokens of a sequence"
+    refused(lambda: draw(batch, size=32, keys_b=keys), words)
 
 
 @pytest.mark.parametrize("head", ["lowrank", "gru"])

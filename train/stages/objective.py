@@ -70,7 +70,7 @@ class ObjectiveConfig:
     chunk: int = setting(16, "blocks per sequence processed at a time; divides `anchors`", least=1, most=MAX_BLOCKS)
     vocabulary: int = setting(
         0,
-        "size of the sample of the vocabulary, at least the sequence length; 0 compares distributions over the whole "
+        "size of the sample of the vocabulary, above the sequence length; 0 compares distributions over the whole "
         "vocabulary, as is always done for held-out sequences",
         least=0,
     )
@@ -113,7 +113,7 @@ def sample_vocabulary(batch: PackedBatch, size: int, vocab_size: int, keys_b: ja
     if not size:
         return None
     length = batch.tokens_bt.shape[1]
-    expect(size >= length, "objective.vocabulary", size, f"at least the {length} tokens of a sequence, or 0")
+    expect(size > length, "objective.vocabulary", size, f"more than the {length} tokens of a sequence, or 0")
     size = min(size, vocab_size)
     # The keys are folded, because the unfolded ones draw the anchors.
     noise_bv = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (vocab_size,)))(keys_b)

@@ -24,7 +24,15 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Params, Spec
 from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
-from treeflash_jax.drafters.protocol import ContextState, Inputs, NewPositions, draft_ids, listed_specs, require_sizes
+from treeflash_jax.drafters.protocol import (
+    ContextState,
+    Inputs,
+    NewPositions,
+    draft_ids,
+    listed_specs,
+    require_fit,
+    require_sizes,
+)
 from treeflash_jax.models import decoder, layers, quantized, vocab
 from treeflash_jax.models.backend.indexing import at_last
 from treeflash_jax.models.config import ModelConfig
@@ -55,12 +63,12 @@ class MtpDrafter(LaneDrafter):
 
     def fitted(self, verifier: ModelConfig) -> Self:
         """Returns this drafter with its tapped layer set. Raises ValueError if it was made for another verifier."""
-        require_sizes(
-            verifier,
-            (),
-            hidden_size=(self.layers.hidden_size, verifier.hidden_size),
-            vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
+        own, expected = self.layers.hidden_size, verifier.hidden_size
+        problem = f"hidden size is {own} in its multi-token prediction layer and {expected} in the verifier"
+        require_fit(
+            own == expected, problem, "models with recurrent layers cannot draft; the drafter mtp is the verifier's own"
         )
+        require_sizes(verifier, (), vocabulary_size=(self.layers.vocab_size, verifier.vocab_size))
         return replace(self, taps=(verifier.num_layers - 1,))
 
     def limited(self, draft_vocab_size: int) -> Self:

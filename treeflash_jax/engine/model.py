@@ -56,6 +56,7 @@ class TreeFlash:
         joins some of the verifier's matrices (`decoder.merge`).
       drafter: the drafter; None decodes one token at a time.
       tokenizer: tokenizer of the verifier; None takes and returns token ids only.
+      stop_ids: token ids that end an answer, unless a call gives others.
       mesh: mesh of the weights; None for one device.
       device: kind of the devices that the programs run on.
       names: names under which the verifier and the drafter were loaded.

@@ -237,9 +237,10 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     written.to_hf(written.without_head(config, {})[0] if drop_head else config)  # raises its errors before weights are read
     with drafter.open_tensors() as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
-    if len(kinds) != 1:
-        raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
-    dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
+    dtypes = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
+    if len(kinds) != 1 or not kinds <= dtypes.keys():
+        raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one of {', '.join(dtypes)}")
+    dtype = dtypes[kinds.pop()]
     params = drafter.load(dtype=dtype)
     if drop_head:
         config, params = written.without_head(config, params)

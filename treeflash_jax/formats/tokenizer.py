@@ -119,8 +119,10 @@ class Tokenizer:
         added = self.inner.added_tokens_decoder
         return {id: read(token) for token, id in self.inner.get_vocab().items() if id not in added}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of ids. Raises ValueError if the tokenizer refuses them."""
+        with _one_line("the tokenizer refuses the ids"):
+            return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
 def _read_byte_level(token: str) -> bytes:

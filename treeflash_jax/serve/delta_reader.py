@@ -66,7 +66,7 @@ class DeltaReader:
         prompt = self._call.prompts[index // self._call.settings.get("samples", 1)]
         if isinstance(prompt, str):
             return str(prompt)
-        return self._tokenizer.inner.decode(result.prompt_ids, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(result.prompt_ids, skip_special_tokens=False)
 
     @property
     def _stop(self) -> list[str]:

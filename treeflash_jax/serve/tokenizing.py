@@ -65,5 +65,5 @@ def add_tokenizing(app: FastAPI, reader: CallReader, needs: list[Any]) -> None:
         size = reader.worker.model.verifier.vocab_size
         outside = [id for id in body.tokens if not 0 <= id < size]
         expect(not outside, "tokens", outside[:1], f"0 to {size - 1}")
-        text = await reader.threads.run(lambda: tokenizer().inner.decode(body.tokens))
+        text = await reader.threads.run(lambda: tokenizer().decode(body.tokens, skip_special_tokens=False))
         return {"prompt": text, "content": text}

@@ -137,8 +137,9 @@ class Worker(threading.Thread):
 
     def _decode(self, request: Request) -> Result:
         self._scheduler.submit([request])
+        results = []
         for finished in self._scheduler.decode_all(SERVER_ROUNDS_PER_DISPATCH, lambda slots: []):
-            results = self._reader.read_results(finished)
+            results += self._reader.read_results(finished)
         self._reader.forget(request)
         return results[0]
 

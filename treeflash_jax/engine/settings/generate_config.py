@@ -276,8 +276,8 @@ class GenerateConfig:
     attention: str | None = running_setting(
         None,
         "implementation of attention: xla reads whole caches; streamed, blocked, pallas-gpu and mosaic-gpu only their "
-        "filled part. pallas-gpu is the default on H100 and H200 in bfloat16; mosaic-gpu never ran there, and needs "
-        "jax 0.12",
+        "filled part. pallas-gpu is the default on H100 and H200 in bfloat16 with heads of up to 128 numbers; mosaic-gpu "
+        "never ran there, and needs jax 0.12",
         unset="chosen by device and dtype",
         choices=lambda: IMPLEMENTATIONS,
     )
