@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from treeflash_jax.core import sharding
 from treeflash_jax.core.dtypes import at_least_float32
 from treeflash_jax.core.parameters import Params, Spec
-from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level
+from treeflash_jax.drafters.lanes import LaneDrafter, LaneExpander, LaneState, Level, SharedInputs
 from treeflash_jax.drafters.ngram_join import join_ngrams
 from treeflash_jax.drafters.protocol import Inputs, NewPositions, State, require_fit, require_sizes
 from treeflash_jax.models import decoder, layers, quantized, vocab
@@ -149,7 +149,8 @@ class AssistantDrafter(LaneDrafter):
         """Returns the children of the anchor, and the layers that continue below them."""
         step = AssistantStep(self, inputs.attention)
         committed = committed_layers(inputs.cache, self.sources)
-        shared = inputs.params, {"embed": inputs.verifier_params["embed"]}, committed, inputs.temperature_b
+        tables = {"embed": inputs.verifier_params["embed"]}
+        shared = SharedInputs(inputs.params, tables, committed, inputs.temperature_b)
         first = step.run(shared, inputs.anchor_b[:, None], inputs.state.hidden_bj[:, None])
         position_b = committed.length_b + 1
         lanes = LaneExpander(shared, position_b, first, step=step, scratch=(), num_depths=inputs.depths)
@@ -189,17 +190,17 @@ class AssistantStep:
     drafter: AssistantDrafter
     attention: str
 
-    def __call__(self, shared: Any, level: Level) -> LaneState:
+    def __call__(self, shared: SharedInputs, level: Level) -> LaneState:
         return self.run(shared, level.token_bw, level.carry)
 
-    def run(self, shared: Any, token_bw: jax.Array, hidden_bwj: jax.Array) -> LaneState:
+    def run(self, shared: SharedInputs, token_bw: jax.Array, hidden_bwj: jax.Array) -> LaneState:
         """Returns the children of tokens, and the hidden states after them, given the hidden states before them."""
-        params, tables, committed, temperature_b = shared
-        embedded_bwj = vocab.embed(tables["embed"], token_bw, self.drafter.embedding_factor).astype(hidden_bwj.dtype)
+        params = shared.params
+        embedded_bwj = vocab.embed(shared.tables["embed"], token_bw, self.drafter.embedding_factor).astype(hidden_bwj.dtype)
         joined_bwj = jnp.concatenate([embedded_bwj, hidden_bwj], axis=-1)
         x_bwd = quantized.product("bwj,dj->bwd", joined_bwj, params["pre_projection"])
-        out_bwd = self.through_layers(params, sharding.constrain(x_bwd, ("batch", None, None)), committed)
-        offered = self.likeliest(params, out_bwd, temperature_b)
+        out_bwd = self.through_layers(params, sharding.constrain(x_bwd, ("batch", None, None)), shared.context)
+        offered = self.likeliest(params, out_bwd, shared.temperature_b)
         return LaneState(quantized.product("bwd,jd->bwj", out_bwd, params["post_projection"]), (), *offered)
 
     def through_layers(self, params: Params, x_bwd: jax.Array, committed: Committed) -> jax.Array:

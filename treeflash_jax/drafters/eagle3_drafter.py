@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.error_text import warn
 from treeflash_jax.core.parameters import Params, Spec
-from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
+from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, SharedInputs, extended
 from treeflash_jax.drafters.protocol import ContextState, Inputs, NewPositions, draft_ids, require_sizes
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
@@ -132,7 +132,7 @@ class Eagle3Drafter(LaneDrafter):
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layer that continues below them."""
         embed = {} if self.own_embedding else {"embed": inputs.verifier_params["embed"]}
-        shared = inputs.params, embed, inputs.state.context, inputs.temperature_b
+        shared = SharedInputs(inputs.params, embed, inputs.state.context, inputs.temperature_b)
         return self.expand(inputs, shared, LayerStep(self, inputs.attention))
 
 
@@ -210,10 +210,10 @@ class LayerStep:
     drafter: Eagle3Drafter
     attention: str
 
-    def __call__(self, shared: Any, level: Level) -> LaneState:
-        (params, tables, context, _), drafter = shared, self.drafter
+    def __call__(self, shared: SharedInputs, level: Level) -> LaneState:
+        params, context, drafter = shared.params, shared.context, self.drafter
         carried_bwd = feed_back(params, drafter, level.carry)
-        read_bw = layer_input(params, tables, drafter, level.token_bw, carried_bwd)
+        read_bw = layer_input(params, shared.tables, drafter, level.token_bw, carried_bwd)
         table = rotary_table(drafter, level.position_bw)
         k_bwke, v_bwke = layers.keys_values(params["layer"], drafter.layers, read_bw, table)
         [[earlier_k, earlier_v]] = level.earlier
@@ -226,9 +226,9 @@ class LayerStep:
         hidden_bwd = layer_output(params, drafter, read_bw, carried_bwd, table, attend)
         return self.offer(shared, hidden_bwd, ((k_bwke, v_bwke),))
 
-    def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
+    def offer(self, shared: SharedInputs, hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below outputs of the layer."""
-        (params, *_, temperature_b), ids_z = shared, draft_ids(shared[0])
+        params, count = shared.params, self.drafter.children
         normed_bwd = normed(params, self.drafter, hidden_bwd)
-        offered = vocab.likeliest(params["unembed"], normed_bwd, self.drafter.children, temperature_b, ids_z)
+        offered = vocab.likeliest(params["unembed"], normed_bwd, count, shared.temperature_b, draft_ids(params))
         return LaneState(hidden_bwd, kv, *offered)

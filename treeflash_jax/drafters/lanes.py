@@ -8,11 +8,11 @@ Such a drafter provides a function `step`. Its `draft` returns a `LaneExpander` 
 
     step(shared, level) -> LaneState
 
-`shared` is a pytree that all lanes read: weights, the cache of the committed text, temperatures. `level` (`Level`) has a
-token per lane, and the carry of the step above. The step runs its network over these w tokens. Their queries see the
-committed prefix, the tokens above on their paths, and themselves. The step returns (`LaneState`) the children of each
-token, the carry, and the keys and values to keep. `level.seen_bwx` is the mask for `tree_attention`, and `level.join` makes
-its keys and values:
+`shared` is a pytree that all lanes read, such as `SharedInputs`: weights, the cache of the committed text, temperatures.
+`level` (`Level`) has a token per lane, and the carry of the step above. The step runs its network over these w tokens.
+Their queries see the committed prefix, the tokens above on their paths, and themselves. The step returns (`LaneState`) the
+children of each token, the carry, and the keys and values to keep. `level.seen_bwx` is the mask for `tree_attention`, and
+`level.join` makes its keys and values:
 
     k_bxke = level.join(level.earlier["keys"], k_bwke)     # `earlier` has the structure of LaneState.kv
     mixed_bwhe = tree_attention(q_bwhe, k_bxke, v_bxke, level.seen_bwx, prefix, length_b)
@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import expect
-from treeflash_jax.core.parameters import Spec, is_spec
+from treeflash_jax.core.parameters import Params, Spec, is_spec
 from treeflash_jax.drafters.ngram_join import join_ngrams
 from treeflash_jax.drafters.protocol import ContextState, Drafter, Inputs
 from treeflash_jax.models import caches
@@ -52,12 +52,14 @@ class Level:
     """One token per lane: the input of a step.
 
     Attributes:
+      depth: depth of the tokens; 0 for the anchor's children.
       carry: the carry of the step above, each array [b, w, ...].
       earlier: keys and values of the levels above, each array [b, w i, ...], ordered by lane, then by level.
       seen_bwx: True if a token sees an earlier token (the first w i entries) or one of the w tokens (only itself).
     """
 
     token_bw: jax.Array
+    depth: jax.Array
     position_bw: jax.Array
     carry: Any
     earlier: Any
@@ -66,6 +68,23 @@ class Level:
     def join(self, earlier_bx: jax.Array, new_bw: jax.Array) -> jax.Array:
         """Returns keys or values [b, x, ...]: first of earlier tokens, then of this level."""
         return jnp.concatenate([earlier_bx, new_bw.astype(earlier_bx.dtype)], axis=1)
+
+
+@struct.dataclass
+class SharedInputs:
+    """What the steps of drafters read in all lanes.
+
+    Attributes:
+      params: weights of the drafter.
+      tables: arrays of the verifier that the drafter reads, by name.
+      context: committed positions.
+      temperature_b: drafting temperatures.
+    """
+
+    params: Params
+    tables: Params
+    context: Any
+    temperature_b: jax.Array
 
 
 @struct.dataclass
@@ -95,7 +114,7 @@ class LaneExpander(Expander):
     The network is not run below the deepest level, whose nodes offer no children.
 
     Attributes:
-      shared: pytree that the step reads besides its level.
+      shared: pytree that the step reads besides its level, such as `SharedInputs`.
       position_b: position of the first drafted token, which is the length of the drafter's context.
       first: children of the anchor, in a single lane, [b, 1, ...]; its `kv` is not read.
       step: the step; static. Equal steps share a program.
@@ -139,6 +158,7 @@ class LaneExpander(Expander):
         seen_wx = jnp.concatenate([earlier_wx, self_ww], axis=1)
         level = Level(
             token_bw=token_bw,
+            depth=depth,
             position_bw=jnp.broadcast_to(self.position_b[:, None] + depth, token_bw.shape),
             carry=state_bw.carry,
             earlier=jax.tree.map(lambda x_bwi: x_bwi.reshape(x_bwi.shape[0], -1, *x_bwi.shape[3:]), state_bw.kv),
@@ -221,11 +241,10 @@ class LaneDrafter(Drafter):
         context = caches.allocate(self.layers, batch, capacity, dtype, can_cut=True)
         return ContextState(context, jnp.zeros((batch, self.layers.hidden_size), dtype))
 
-    def expand(self, inputs: Inputs, shared: Any, step: Any) -> Expander:
+    def expand(self, inputs: Inputs, shared: SharedInputs, step: Any) -> Expander:
         """Returns the children of the anchor, and the network that continues below them.
 
         Args:
-          shared: pytree that the step reads besides its level.
           step: a `Step` with a method `offer(shared, hidden_bwd, kv) -> LaneState`, which returns the children below hidden
             states.
         """

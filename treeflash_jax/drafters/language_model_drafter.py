@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from treeflash_jax.core.checks import expect
 from treeflash_jax.core.parameters import Params
 from treeflash_jax.drafters import steering
-from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
+from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, SharedInputs, extended
 from treeflash_jax.drafters.protocol import (
     ContextState,
     Inputs,
@@ -111,28 +111,28 @@ class LanguageModelDrafter(LaneDrafter):
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the model that continues below them."""
         params = inputs.params if self.steering is None else steering.steer(inputs.params, inputs.state.shifts)
-        return self.expand(inputs, (params, inputs.state, inputs.temperature_b), ModelStep(self, inputs.attention))
+        shared = SharedInputs(params, {}, inputs.state.context, inputs.temperature_b)
+        return self.expand(inputs, shared, ModelStep(self, inputs.attention))
 
 
 @dataclass(frozen=True)
 class ModelStep:
-    """The `Step` of a language model. It reads the weights, the state and a temperature."""
+    """The `Step` of a language model."""
 
     drafter: LanguageModelDrafter
     attention: str
 
-    def __call__(self, shared: tuple[Params, ContextState, jax.Array], level: Level) -> LaneState:
-        params, state, _ = shared
+    def __call__(self, shared: SharedInputs, level: Level) -> LaneState:
         out = decoder.forward(
-            params, self.drafter.layers, level.token_bw, level.position_bw, level.seen_bwx, state.context,
+            shared.params, self.drafter.layers, level.token_bw, level.position_bw, level.seen_bwx, shared.context,
             earlier=level.earlier, attention=self.attention,
         )  # fmt: skip
         return self.offer(shared, out.hidden_btd, out.new)
 
-    def offer(self, shared: tuple[Params, ContextState, jax.Array], hidden_bwd: jax.Array, kv: Any) -> LaneState:
+    def offer(self, shared: SharedInputs, hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below the model's hidden states."""
-        params, _, temperature_b = shared
+        params = shared.params
         table_vd = params.get("unembed", params["embed"])
         count, cap = self.drafter.children, self.drafter.layers.logit_cap
-        offered = vocab.likeliest(table_vd, hidden_bwd, count, temperature_b, draft_ids(params), cap)
+        offered = vocab.likeliest(table_vd, hidden_bwd, count, shared.temperature_b, draft_ids(params), cap)
         return LaneState((), kv, *offered)

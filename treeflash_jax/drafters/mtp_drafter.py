@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Params, Spec
-from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, extended
+from treeflash_jax.drafters.lanes import LaneDrafter, LaneState, Level, SharedInputs, extended
 from treeflash_jax.drafters.protocol import (
     ContextState,
     Inputs,
@@ -97,7 +97,7 @@ class MtpDrafter(LaneDrafter):
     def draft(self, inputs: Inputs) -> Expander:
         """Returns the children of the anchor, and the layer that continues below them."""
         tables = {name: inputs.verifier_params[name] for name in ("embed", "unembed") if name in inputs.verifier_params}
-        shared = inputs.params, tables, inputs.state.context, inputs.temperature_b
+        shared = SharedInputs(inputs.params, tables, inputs.state.context, inputs.temperature_b)
         return self.expand(inputs, shared, MtpStep(self, inputs.attention))
 
 
@@ -126,17 +126,17 @@ class MtpStep:
     drafter: MtpDrafter
     attention: str
 
-    def __call__(self, shared: Any, level: Level) -> LaneState:
-        (params, tables, context, _), drafter = shared, self.drafter
+    def __call__(self, shared: SharedInputs, level: Level) -> LaneState:
+        x_bwd = layer_input(shared.params, shared.tables, self.drafter, level.token_bw, level.carry)
         out = decoder.through_layers(
-            params, drafter.layers, layer_input(params, tables, drafter, level.token_bw, level.carry),
-            level.position_bw, level.seen_bwx, context, earlier=level.earlier, attention=self.attention,
+            shared.params, self.drafter.layers, x_bwd, level.position_bw, level.seen_bwx, shared.context,
+            earlier=level.earlier, attention=self.attention,
         )  # fmt: skip
         return self.offer(shared, out.hidden_btd, out.new)
 
-    def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
+    def offer(self, shared: SharedInputs, hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below outputs of the layer."""
-        params, tables, _, temperature_b = shared
+        params, tables, count = shared.params, shared.tables, self.drafter.children
         table_vd = params.get("unembed", tables.get("unembed", tables["embed"]))
-        offered = vocab.likeliest(table_vd, hidden_bwd, self.drafter.children, temperature_b, draft_ids(params))
+        offered = vocab.likeliest(table_vd, hidden_bwd, count, shared.temperature_b, draft_ids(params))
         return LaneState(hidden_bwd, kv, *offered)

@@ -98,9 +98,8 @@ class PathHead(Head):
         anchor_b1 = block.anchor_b[:, None]
         state_b1s = jnp.zeros((*anchor_b1.shape, self.state_size(drafter)), normed_bid.dtype)
         first = step.offer(shared, jnp.int32(0), state_b1s, anchor_b1)
-        depths = normed_bid.shape[1]
-        # Positions are counted from the first drafted token, so they equal depths.
-        return LaneExpander(shared, jnp.zeros_like(block.anchor_b), first, step=step, scratch=(), num_depths=depths)
+        positions_unread_b = jnp.zeros_like(block.anchor_b)
+        return LaneExpander(shared, positions_unread_b, first, step=step, scratch=(), num_depths=normed_bid.shape[1])
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class PathStep:
     drafter: DrafterSizes
 
     def __call__(self, shared: Any, level: Level) -> LaneState:
-        return self.offer(shared, level.position_bw[0, 0] + 1, level.carry, level.token_bw)
+        return self.offer(shared, level.depth + 1, level.carry, level.token_bw)
 
     def offer(self, shared: Any, depth: jax.Array, state_bws: jax.Array, token_bw: jax.Array) -> LaneState:
         """Returns the children at this depth and the next state, given the path's state before `token_bw`."""
