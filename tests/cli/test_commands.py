@@ -356,6 +356,7 @@ def test_chat_remembers_the_conversation(heard, converse):
     (["Yes"], jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory"), "error: RESOURCE_EXHAUSTED: memory", []),
     (["Yes"], KeyboardInterrupt(), "interrupted", ["A", "Yes"]),
     ([], KeyboardInterrupt(), "interrupted", []),
+    ([], None, "interrupted", []),  # between two pieces: the stream ends with what there is
 ])  # fmt: skip
 def test_a_turn_that_does_not_end_leaves_a_conversation_that_goes_on(tiny, monkeypatch, pieces, stop, message, answers):
     """A failed turn is removed, as is one that Ctrl-C ends before its first text."""
@@ -364,7 +365,10 @@ def test_a_turn_that_does_not_end_leaves_a_conversation_that_goes_on(tiny, monke
     def stream(model, messages, **_):
         heard.append([message["content"] for message in messages])
         yield from (tf.Chunk(ids=[5], text=text, rounds=1) for text in pieces)
-        raise stop
+        if stop is None:
+            yield replace(tf.Result.unanswered([1]), finished="interrupted")
+        else:
+            raise stop
 
     monkeypatch.setattr(TreeFlash, "stream", stream)
     monkeypatch.setattr("builtins.input", Mock(side_effect=["A", "B", "/quit"]))

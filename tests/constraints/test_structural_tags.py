@@ -279,6 +279,15 @@ def test_added_tokens_are_tokens_where_a_constraint_names_them(tokenizer):
     assert not any(b"\xff" in texts.get(token, b"") for token in allowed)
 
 
+def test_tokens_that_the_model_cannot_embed_are_never_allowed(tokenizer):
+    """A tokenizer may have more tokens than the model: here, those that were added."""
+    size, stops = len(tokenizer.inner) - 4, ids_of(tokenizer, "z")
+    table = compile_constraint(Constraint("pattern", "<tool[0-9]"), tokenizer, stops, size)
+    assert table.class_v.size == size and can_answer(table, ids_of(tokenizer, b"<tool5"))
+    constraint = Constraint("structural_tag", json.dumps(tag(CALL, INTEGER, END)))
+    refused(lambda: compile_constraint(constraint, tokenizer, stops, size), "has the token '<tool", "no embedding")
+
+
 def test_a_token_that_ends_answers_may_end_a_constraint(tokenizer):
     table = compiled(tokenizer, {"type": "or", "elements": [tag(CALL, INTEGER, END), LETTER]}, END, STOP)
 

@@ -49,6 +49,8 @@ def parse(text: str, size: int, **how) -> tuple[str, str, list]:
     (f"<think>\nHm.</think>\n\nSo: {CALL}", {}, ("So: ", "Hm.", [PARSED])),
     ("Hm.\n</think>\n\nYes", {"begins_in_thought": True}, ("Yes", "Hm.\n", [])),
     ("<think>Hm", {}, ("", "Hm", [])),
+    (f'<think>So <tool_call>{{"name": "a</think>\n\nYes: {CALL}', {}, ("Yes: ", 'So <tool_call>{"name": "a', [PARSED])),
+    ('<think>So <tool_call>{"name": "a', {}, ("", 'So <tool_call>{"name": "a', [])),
     (f"So: {CODER}\n{CALL}", {}, ("So: ", "", [("add", {"x": 1, "y": "2", "z": "a [\nb"}), PARSED])),
     (CODER.replace("add", "less"), {}, ("", "", [("less", {"x": "1", "y": "2", "z": "a [\nb"})])),
     (CODER, {"functions": [Function("f", {"properties": 1}), *FUNCTIONS]},

@@ -74,6 +74,8 @@ def answer(conversation: Conversation, message: str) -> None:
                     text += piece.text
                 else:
                     result = piece
+        if not text and result.finished == "interrupted":  # the stream ended after Ctrl-C
+            raise KeyboardInterrupt
     except (Exception, KeyboardInterrupt) as error:
         if not text or not isinstance(error, KeyboardInterrupt):
             conversation.messages.pop()

@@ -79,7 +79,10 @@ def make_table(
     is_final_q = automaton.is_final_q
     added = {token.content: id for id, token in tokenizer.inner.added_tokens_decoder.items()}
     # A token that contains the byte of markers, which is not text, could begin a marker.
-    texts = {id: text for id, text in tokenizer.token_bytes.items() if NO_UTF8 not in text}
+    texts = {id: text for id, text in tokenizer.token_bytes.items() if id < vocab_size and NO_UTF8 not in text}
+    missing = [text for text in tokens if added[text] >= vocab_size]
+    if missing:
+        raise Unusable(f"which has the token {missing[0]!r}, for which the model has no embedding")
     texts |= {added[text]: marker(index) for index, text in enumerate(tokens)}
     columns, class_v = _token_classes(automaton, texts, vocab_size)
     complete_q = np.where(is_final_q, np.arange(is_final_q.size), NOWHERE)

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -62,7 +63,7 @@ class Submission:
 
     def send(self, piece: Piece | Exception | None) -> None:
         """Adds a piece from the worker's thread. Drops it if the server's event loop has ended."""
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
 

@@ -88,10 +88,12 @@ def resolve(
     values = {setting: getattr(config, setting) for setting in drafter.settings}
     by_call = {setting: value for setting, value in values.items() if value is not None}
     by_device = defaults.draft_settings(drafter, verifier.vocab_size, builder, limit, table)
-    draft = drafter.configured(**by_device | by_call)
-    num_nodes = builder.size(draft.num_depths, limit, shape)
+    configured = drafter.configured(**by_device | by_call)
+    num_nodes = builder.size(configured.num_depths, limit, shape)
     shared = replace(shared, loaded_drafter=drafter)
-    return replace(plan, shared=shared, configured_drafter=draft, builder=name, num_nodes=num_nodes, shape=shape, rule=rule)
+    return replace(
+        plan, shared=shared, configured_drafter=configured, builder=name, num_nodes=num_nodes, shape=shape, rule=rule
+    )
 
 
 def _why_plain(

@@ -95,7 +95,10 @@ class TagReader(MessageReader):
         while self._read_block(parts):
             pass
         if self._block in (CALL, BARE):
-            if is_last:
+            if is_last and self._around is THINK and THINK[1] in self._buffer:
+                self._leave_thoughts(parts)
+                parts += self.feed([], "", is_last=True)
+            elif is_last:
                 text = self._block[0] + self._buffer
                 self._block = self._around
                 parts += self._text(text)
@@ -145,25 +148,30 @@ class TagReader(MessageReader):
         return True
 
     def _end_call(self, before: str, tag: str, parts: list[Part]) -> bool:
-        """Ends the block of a call at a tag. Returns False if the tag is inside a string of JSON, and so is text."""
-        ends_thoughts = tag == THINK[1]
-        call = None if ends_thoughts else self._call(before)
-        if call is None and _is_inside_string(before):
+        """Ends the block of a call at a tag. Returns False if the text does not go on right after the tag."""
+        call = None if tag == THINK[1] else self._call(before)
+        if call is None and _is_inside_string(before):  # so the tag is text
             quote = self._buffer.find('"', len(before))  # the string does not end before it
             self._searched = quote if quote >= 0 else len(self._buffer)
             return False
-        text = self._block[0] + before
+        if call is None and self._around is THINK and THINK[1] in before + tag:
+            self._leave_thoughts(parts)
+            return False
+        text = self._block[0] + before + tag
         self._block = self._around
-        if call is not None:
-            parts.append(call)
-        elif ends_thoughts:
-            parts += self._text(text)
-        else:
-            parts += self._text(text + tag)
+        parts += self._text(text) if call is None else [call]
         self._is_start = self._is_behind_call = call is not None
-        if ends_thoughts:
-            self._enter(tag)
         return True
+
+    def _leave_thoughts(self, parts: list[Part]) -> None:
+        """Ends thoughts at their first end in the block of a call, which they only mention."""
+        before, _, self._buffer = self._buffer.partition(THINK[1])
+        text = self._block[0] + before
+        self._block = THINK
+        parts += self._text(text)
+        self._is_behind_call = False
+        self._enter(THINK[1])
+        self._searched = 0
 
     def _enter(self, tag: str) -> None:
         """Continues after a tag that is not inside a call."""
