@@ -27,6 +27,7 @@ from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import model_files
 from treeflash_jax.formats.architectures import ARCHITECTURES, dense
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
+from treeflash_jax.models.backend.indexing import pick
 
 PROMPT = [3, 4, 5]
 DRAFT = SMALL | {"ngrams": 0}
@@ -134,7 +135,7 @@ class OneAtMost(SampleAndMatch):
 
     def accept(self, tree, proposal, target, noise):
         taken = super().accept(tree, proposal, target, noise)
-        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
+        drafted_bp = pick(tree.tokens_bn, taken.path_bp)
         is_cut_b = taken.length_b > 2
         third_b = drafted_bp[:, 2] if drafted_bp.shape[1] > 2 else taken.bonus_b
         length_b, bonus_b = jnp.minimum(taken.length_b, 2), jnp.where(is_cut_b, third_b, taken.bonus_b)

@@ -72,7 +72,7 @@ class Level:
 
 @struct.dataclass
 class SharedInputs:
-    """What the steps of drafters read in all lanes.
+    """Inputs of a step that are the same at every level.
 
     Attributes:
       params: weights of the drafter.

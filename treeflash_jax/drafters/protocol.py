@@ -152,10 +152,6 @@ class Drafter(ABC):
     may_offer_nothing: ClassVar[bool] = False
     has_tokenizer: ClassVar[bool] = False
     keeps_weights: ClassVar[bool] = False
-    thinking: ClassVar[bool | str | None] = EITHER
-    max_positions: ClassVar[int | None] = None
-    lanes: ClassVar[int | None] = None
-    head_dims: ClassVar[tuple[int, ...]] = ()
 
     num_nodes: int = 16
     drafter_temperature: float = 1.0
@@ -165,6 +161,22 @@ class Drafter(ABC):
     def depths(self) -> int:
         """Value of the setting `depths`."""
         return self.num_depths
+
+    @property
+    def thinking(self) -> bool | str | None:
+        return EITHER
+
+    @property
+    def max_positions(self) -> int | None:
+        return None
+
+    @property
+    def lanes(self) -> int | None:
+        return None
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        return ()
 
     def setting_values(self) -> dict[str, Any]:
         """Returns the value of each of `settings`, for records."""

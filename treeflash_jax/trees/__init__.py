@@ -19,7 +19,6 @@ ranked by which tokens they are: that would change their distribution.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from treeflash_jax.models.backend.indexing import pick
 from treeflash_jax.trees.best_first import best_first
 from treeflash_jax.trees.chains import chain, walk
 from treeflash_jax.trees.draft_tree import NO_TOKEN, DraftTree, ancestor_mask, first, path_tokens, root_only
@@ -88,5 +87,5 @@ BUILDERS: dict[str, Builder] = {
 
 __all__ = [
     "BUILDERS", "NO_TOKEN", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeInputs", "TreeShape",
-    "ancestor_mask", "best_first", "chain", "draw_noise", "first", "path_tokens", "pick", "root_only", "walk",
+    "ancestor_mask", "best_first", "chain", "draw_noise", "first", "path_tokens", "root_only", "walk",
 ]  # fmt: skip

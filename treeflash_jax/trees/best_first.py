@@ -82,10 +82,15 @@ def best_first_search(
         entry_bu = jnp.where(is_new_bu, depth * width + places, pick(best.entry_bu, place_bu))
         # The next lanes: new nodes only, and the best of them if there are fewer lanes than nodes.
         frontier_bw = jnp.where(is_new_bu, score_bu, -jnp.inf)
-        parent_bw, child_bw, token_bw, entry_bw = lane_bu, child_bu, token_bu, None
-        if best.entry_bw is not None:
+        if best.entry_bw is None:
+            parent_bw, child_bw, token_bw = lane_bu, child_bu, token_bu
+            entry_bw = None
+        else:
             frontier_bw, chosen_bw = stable_top_k(frontier_bw, lanes)
-            parent_bw, child_bw, token_bw, entry_bw = (pick(x, chosen_bw) for x in (lane_bu, child_bu, token_bu, entry_bu))
+            parent_bw = pick(lane_bu, chosen_bw)
+            child_bw = pick(child_bu, chosen_bw)
+            token_bw = pick(token_bu, chosen_bw)
+            entry_bw = pick(entry_bu, chosen_bw)
         parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), best.state_bw)
         state_bw = expander.follow(depth, parent_state_bw, child_bw, token_bw)
         # Without the barrier, a GPU recomputes the states of all levels above for every child.
@@ -105,10 +110,15 @@ def best_first_search(
     best = _Best(score_bu, entry_bu, score_bu[:, :lanes], None if lanes == width else entry_bu[:, :lanes], state_bw)
     # The first level does not read `above`, since its nodes are children of the root.
     best, ledger = over_depths(add_level, best, depths, goes_on=lambda best: jnp.any(best.frontier_bw > -jnp.inf))
-    above_bx, token_bx, child_bx, open_bx = (
-        jnp.concatenate([x_bu, jnp.moveaxis(x_ibu, 0, 1).reshape(len(anchor_b), -1)], axis=1)
-        for x_bu, x_ibu in zip((entry_bu, token_bu, rank_bu, open_bu), ledger, strict=True)
-    )
+    above_ibu, token_ibu, child_ibu, open_ibu = ledger
+
+    def join_levels(first_bu: jax.Array, later_ibu: jax.Array) -> jax.Array:
+        return jnp.concatenate([first_bu, jnp.moveaxis(later_ibu, 0, 1).reshape(len(anchor_b), -1)], axis=1)
+
+    above_bx = join_levels(entry_bu, above_ibu)
+    token_bx = join_levels(token_bu, token_ibu)
+    child_bx = join_levels(rank_bu, child_ibu)
+    open_bx = join_levels(open_bu, open_ibu)
     tree = _number_nodes(anchor_b, best, above_bx, token_bx)
     for_root = ((0, 0), (1, 0))
     open_bn = jnp.pad(pick(open_bx, best.entry_bu), for_root, constant_values=True)

@@ -151,7 +151,9 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
         step_bn = _to_nodes(draws.rank_bx + 1, draws.is_first_bx, draws.node_bx, draws.outside_bn.astype(jnp.int32))
         order_bx += pick(jnp.sum(jnp.where(above_bnn, step_bn[:, None], 0), axis=-1), draws.parent_bx)
     order_bx = jnp.where(draws.is_draw_bx, order_bx, -1)
-    drawn_p_bx, drawn_q_bx, gone_at_bx = (draws.gather(x) for x in (draws.p_bnc, draws.q_bnc, gone_bnc))
+    drawn_p_bx = draws.gather(draws.p_bnc)
+    drawn_q_bx = draws.gather(draws.q_bnc)
+    gone_at_bx = draws.gather(gone_bnc)
     one_bn = jnp.ones_like(draws.outside_bn)
     counts_bn = jnp.zeros(one_bn.shape, jnp.int32)
 
@@ -164,7 +166,9 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
         turn, chance_bx, weight_bn, scale_bn, mass_bn, tested_bn = state
         now_bx = order_bx == turn
         # Acceptance: the chances of this turn's draws, and with `weighs` the weights of their nodes.
-        weight_bx, scale_bx, mass_bx = (pick(x_bn, draws.parent_bx) for x_bn in (weight_bn, scale_bn, mass_bn))
+        weight_bx = pick(weight_bn, draws.parent_bx)
+        scale_bx = pick(scale_bn, draws.parent_bx)
+        mass_bx = pick(mass_bn, draws.parent_bx)
         left_bx = jnp.maximum(weight_bx * drawn_p_bx - scale_bx * drawn_q_bx, 0)
         left_bx = jnp.where(gone_at_bx < draws.rank_bx, 0, left_bx)
         top_bx = jnp.where(draws.is_fixed_bx, left_bx, left_bx * spare_bx)

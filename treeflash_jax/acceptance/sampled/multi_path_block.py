@@ -62,14 +62,17 @@ def _largest_path(draws: Draws) -> DraftedPath:
         node_b, exists_b, before_b = carry  # before = A / f
         here_bx = draws.is_draw_bx & (draws.parent_bx == node_b[:, None]) & exists_b[:, None]
         best_b1 = jnp.argmax(jnp.where(here_bx, place_bx, -1), axis=1, keepdims=True)
-        slot_b1, next_b1, goes_b1 = (
-            jnp.take_along_axis(x_bx, best_b1, axis=1) for x_bx in (draws.slot_bx, draws.node_bx, here_bx)
-        )
-        p_bc, q_bc, below_bc = (pick(x_bnc, node_b[:, None])[:, 0] for x_bnc in (p_bnc, q_bnc, below_bnc))
+        slot_b1 = jnp.take_along_axis(draws.slot_bx, best_b1, axis=1)
+        next_b1 = jnp.take_along_axis(draws.node_bx, best_b1, axis=1)
+        goes_b1 = jnp.take_along_axis(here_bx, best_b1, axis=1)
+        p_bc = pick(p_bnc, node_b[:, None])[:, 0]
+        q_bc = pick(q_bnc, node_b[:, None])[:, 0]
+        below_bc = pick(below_bnc, node_b[:, None])[:, 0]
         skewed_bc = _skewed(q_bc, below_bc, before_b, paths_b)
-        p_b, q_b, below_b, skewed_b = (
-            jnp.take_along_axis(x_bc, slot_b1, axis=1)[:, 0] for x_bc in (p_bc, q_bc, below_bc, skewed_bc)
-        )
+        p_b = jnp.take_along_axis(p_bc, slot_b1, axis=1)[:, 0]
+        q_b = jnp.take_along_axis(q_bc, slot_b1, axis=1)[:, 0]
+        below_b = jnp.take_along_axis(below_bc, slot_b1, axis=1)[:, 0]
+        skewed_b = jnp.take_along_axis(skewed_bc, slot_b1, axis=1)[:, 0]
         goes_b = goes_b1[:, 0]
         ratio_b = jnp.where(goes_b, p_b / jnp.where(skewed_b > 0, skewed_b, 1), 0)
         before_b = jnp.where(goes_b, jnp.minimum((before_b + below_b) / jnp.where(goes_b, q_b, 1), LARGEST), before_b)
