@@ -67,7 +67,8 @@ def test_a_call_samples_as_its_model_recommends(tmp_path, caplog, capsys):
 def test_a_conversation_samples_as_its_model_recommends(tmp_path, monkeypatch, capsys):
     """Also if the file of a verifier known by name states nothing, as SmolLM2's does."""
     heard = []
-    monkeypatch.setattr(tf.TreeFlash, "stream", lambda *_, **settings: heard.append(settings) or [])
+    answer = tf.Result.unanswered([1])
+    monkeypatch.setattr(tf.TreeFlash, "stream", lambda *_, **settings: heard.append(settings) or [answer])
     monkeypatch.setitem(pairs.RECOMMENDED, "tiny", pairs.RECOMMENDED["smollm2"])
     assert tf.load("tiny").recommended.items() >= {"do_sample": True, "temperature": 0.2, "top_p": 0.9}.items()
     turns = iter(["Hi", "/set temperature 0", "Hi", "/set sampling", "Hi", "/quit"])
