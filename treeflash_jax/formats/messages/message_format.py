@@ -5,6 +5,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -225,10 +226,10 @@ def make_function_call(name: Any, arguments: Any) -> FunctionCall:
     Half a character becomes U+FFFD.
     """
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):  # no JSON, or with NaN, which JSON lacks: it stays a text
             value = parse_json(arguments or "{}")
-        except ValueError:
-            value = None
-        arguments = value if isinstance(value, dict) else arguments
+            json.dumps(value, allow_nan=False)
+            if isinstance(value, dict):
+                arguments = value
     text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
     return FunctionCall(SURROGATES.sub("\ufffd", str(name)), SURROGATES.sub("\ufffd", text))
