@@ -229,6 +229,8 @@ def test_texts_and_chats_are_tokenized(tiny, server):
     assert post("/tokenize", messages=CHAT).json()["tokens"] == tiny.encode(CHAT)
     assert post("/tokenize", prompt="").json()["tokens"] == []
     assert post("/detokenize", tokens=ids).json() == {"prompt": "Sam has 2 cats", "content": "Sam has 2 cats"}
+    special = tiny.encode(CHAT)  # with the template's tokens
+    assert post("/detokenize", tokens=special).json()["prompt"] == tiny.tokenizer.render(CHAT, add_generation_prompt=True)
     for path, body, words in (
         ("/tokenize", {}, "got fields with text 0, expected one of prompt, content and messages"),
         ("/tokenize", {"prompt": "x", "tools": [], "messages": CHAT}, "got fields with text 2"),
