@@ -85,7 +85,8 @@ def next_token_sums(
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     out = decoder.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
-    labels_bt, weights_bt = (jnp.roll(x_bt, -1, axis=1).at[:, -1].set(0) for x_bt in (batch.tokens_bt, batch.weights_bt))
+    labels_bt = jnp.roll(batch.tokens_bt, -1, axis=1).at[:, -1].set(0)
+    weights_bt = jnp.roll(batch.weights_bt, -1, axis=1).at[:, -1].set(0)
     loss_bt = losses.cross_entropy(decoder.logits(params, config, out.hidden_btd), labels_bt)
     return {"loss": (jnp.sum(weights_bt * loss_bt), jnp.sum(weights_bt))}
 

@@ -153,10 +153,12 @@ def language_model_sums(
         inputs = batch.tokens_bt, batch.positions_bt, mask
         return forward(weights, drafter.layers, *inputs, attention=attention).hidden_btd
 
-    labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (batch.tokens_bt, batch.weights_bt))
+    labels_bt = jnp.roll(batch.tokens_bt, -1, axis=1).at[:, -1].set(0)
+    weights_bt = jnp.roll(batch.weights_bt, -1, axis=1).at[:, -1].set(0)
     sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, keys_b)
     labels_bt = labels_bt if sample is None else sample.places(labels_bt)
-    table, verifier_table = (sampled_vectors(x.get("unembed", x["embed"]), sample) for x in (weights, tables))
+    table = sampled_vectors(weights.get("unembed", weights["embed"]), sample)
+    verifier_table = sampled_vectors(tables.get("unembed", tables["embed"]), sample)
 
     @jax.checkpoint
     def chunk_sums(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:

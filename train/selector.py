@@ -80,7 +80,9 @@ def main(settings: SelectorConfig) -> None:
     ):
         model = respond.load_answering_model(settings)
         plan = make_plan(model, settings)
-        train, held_out = (collect_labels(model, settings, plan, part) for part in collect_prompts(settings, model))
+        train_prompts, held_out_prompts = collect_prompts(settings, model)
+        train = collect_labels(model, settings, plan, train_prompts)
+        held_out = collect_labels(model, settings, plan, held_out_prompts)
         weights = fit(train, plan.shape.selector, len(settings.samplings))
         tree_selector_folder.save(folder, plan.shape.selector, weights)
     result = describe(weights, train, held_out, len(settings.samplings))
@@ -219,7 +221,8 @@ def describe(weights: Params, train: Labels, held_out: Labels, num_settings: int
     features_of, expected_oa, setting_o = held_out
     selected_o = jnp.argmax(tree_selector.score_trees(weights, features_of), axis=1)
     best_o = find_best(*train[1:], num_settings)[setting_o]
-    selected, best = (np.mean(expected_oa[np.arange(setting_o.size), tree_o]) for tree_o in (selected_o, best_o))
+    selected = np.mean(expected_oa[np.arange(setting_o.size), selected_o])
+    best = np.mean(expected_oa[np.arange(setting_o.size), best_o])
     return f"expected tokens of {setting_o.size} held-out rounds: {selected:.3f}, of the best single tree {best:.3f}"
 
 

@@ -282,7 +282,8 @@ class Composer:
         )
 
     def export(self) -> ExportConfig:
-        run, out = (str(self.settings.path(name)) for name in ("drafter", "model"))
+        run = str(self.settings.path("drafter"))
+        out = str(self.settings.path("model"))
         return run_config.replaced(ExportConfig(run=run, out=out, overwrite=True), self.settings.export)
 
     def measure(self) -> MeasureConfig:

@@ -18,7 +18,8 @@ def step_flops(sums: Any, specs: Any, frozen_specs: Any, batch: PackedBatch) -> 
     the attention mask discards also count. `sums` is the objective of a `TrainTask`. It is traced in float32, without
     kernels, for a batch of these shapes.
     """
-    params, frozen = (parameters.abstract(tree, jnp.float32) for tree in (specs, frozen_specs))
+    params = parameters.abstract(specs, jnp.float32)
+    frozen = parameters.abstract(frozen_specs, jnp.float32)
     keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
 
     def derivative(params: Params, direction: Params, *inputs: Any) -> Any:

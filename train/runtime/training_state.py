@@ -213,7 +213,8 @@ def by_batch(function: Callable[..., Any], task: TrainTask, *, scatters: bool = 
         return function
     names = tuple(name for name in sharding.RULES["batch"] if name in mesh.axis_names)
     split = PartitionSpec(names)
-    params, frozen = (_map_specs(_fsdp_partition, specs) for specs in (task.specs, task.frozen_specs))
+    params = _map_specs(_fsdp_partition, task.specs)
+    frozen = _map_specs(_fsdp_partition, task.frozen_specs)
     parts = {"in_specs": (params, frozen, split, split), "out_specs": (params, whole) if scatters else whole}
     return jax.shard_map(function, mesh=mesh, **parts, axis_names=set(names), check_vma=False)
 

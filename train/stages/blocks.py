@@ -121,7 +121,8 @@ def block_attention(
     batch_size, slots, heads, head_dim = q_bthe.shape
     count, kv_heads = anchors_bn.shape[1], k_btke.shape[2]
     segments_bn = pick(segments_bs, anchors_bn)
-    k_bxke, v_bxke = (jnp.concatenate(x, axis=1) for x in ((context_k_bske, k_btke), (context_v_bske, v_btke)))
+    k_bxke = jnp.concatenate((context_k_bske, k_btke), axis=1)
+    v_bxke = jnp.concatenate((context_v_bske, v_btke), axis=1)
     if packed_attention.supports(attention, q_bthe, k_bxke):
         queries, keys = slots // count, k_btke.shape[1] // count
         block_mask = BlockMask(segments_bs.shape[1], keys)
@@ -133,7 +134,8 @@ def block_attention(
     seen_bns = before_bns & (segments_bs[:, None] == segments_bn[:, :, None])
     sum_dtype = at_least_float32(q_bthe.dtype)
     q_bnikhe = q_bthe.reshape(batch_size, count, -1, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
-    k_bntke, v_bntke = (x.reshape(batch_size, count, -1, kv_heads, head_dim) for x in (k_btke, v_btke))
+    k_bntke = k_btke.reshape(batch_size, count, -1, kv_heads, head_dim)
+    v_bntke = v_btke.reshape(batch_size, count, -1, kv_heads, head_dim)
     past_bkhnis = jnp.einsum("bnikhe,bske->bkhnis", q_bnikhe, context_k_bske, preferred_element_type=sum_dtype)
     past_bkhnis = jnp.where(seen_bns[:, None, None, :, None], past_bkhnis, -jnp.inf)
     inner_bkhnit = jnp.einsum("bnikhe,bntke->bkhnit", q_bnikhe, k_bntke, preferred_element_type=sum_dtype)

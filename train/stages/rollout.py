@@ -125,7 +125,8 @@ def rollout_sums(
         index_bn, is_drawn_bn = drawn
         position_bn = pick(batch.positions_bt, index_bn)
         where = (index_bn, batch.segments_bt)
-        token_bni, label_bni = (_after(batch.tokens_bt, index_bn, first_at, settings.steps) for first_at in (1, 2))
+        token_bni = _after(batch.tokens_bt, index_bn, 1, settings.steps)
+        label_bni = _after(batch.tokens_bt, index_bn, 2, settings.steps)
         carried_bnd = pick(carried_bsd, index_bn)
         keys = ()
         scores = []
@@ -162,9 +163,8 @@ def _step(
     """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
     input_bn = network.layer_input(weights, tables, token_bn, carried_bnd)
     new = network.keys_values(weights, input_bn, position_bn)
-    k_btke, v_btke = (
-        jnp.stack(x_bnke, axis=2).reshape(len(token_bn), -1, *new[0].shape[2:]) for x_bnke in zip(*keys, new, strict=True)
-    )
+    shape = len(token_bn), -1, *new[0].shape[2:]
+    k_btke, v_btke = [jnp.stack(x_bnke, axis=2).reshape(shape) for x_bnke in zip(*keys, new, strict=True)]
 
     def attend(q_bnhe: jax.Array) -> jax.Array:
         return blocks.block_attention(q_bnhe, k_btke, v_btke, *first, *where, attention)

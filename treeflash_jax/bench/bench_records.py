@@ -66,7 +66,8 @@ def check_one_run(records: Sequence[BenchRecord], path: str | Path) -> None:
     for record in records:
         system = record["system"]
         for other in (records[0], firsts.setdefault(system, record)):
-            ours, theirs = (_conditions(each, other["system"] == system) for each in (record, other))
+            ours = _conditions(record, other["system"] == system)
+            theirs = _conditions(other, other["system"] == system)
             for name in sorted({*ours, *theirs}):
                 if ours.get(name) != theirs.get(name):
                     change = f"got {name} {quoted(ours.get(name))}, but {quoted(theirs.get(name))}"

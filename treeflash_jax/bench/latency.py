@@ -124,8 +124,8 @@ def show(result: dict[str, Any]) -> None:
     print(f"{hardware['device']} ({hardware['backend']})")
     table = report.make_table("", ["*phase", "nodes", "ms", "quartiles"])
     for phase in phases:
-        median, low, high = (f"{phase[name]:.4f}" for name in ("ms", "low_ms", "high_ms"))
-        table.add_row(phase["phase"], str(phase["nodes"] or "-"), median, f"{low} - {high}")
+        quartiles = f"{phase['low_ms']:.4f} - {phase['high_ms']:.4f}"
+        table.add_row(phase["phase"], str(phase["nodes"] or "-"), f"{phase['ms']:.4f}", quartiles)
     report.table_console().print(table)
     [step] = [phase["ms"] for phase in phases if phase["phase"] == "step"]
     for phase in phases:

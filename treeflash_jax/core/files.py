@@ -82,10 +82,8 @@ def fetch(url: str, wanted: str = MODEL_FILES) -> Path:
         names = {path: name for path, name in names.items() if not name or re.fullmatch(wanted, name)}
         if not names:
             raise FileNotFoundError("no such file or folder")
-        facts = url.rstrip("/"), sorted(entries.items())
-        key, version = (hashlib.sha256(str(fact).encode()).hexdigest()[:16] for fact in facts)
-        folder = user_cache() / "downloads" / key
-        target = folder / version / (Path(source).name or "folder")
+        folder = user_cache() / "downloads" / _digest(url.rstrip("/"))
+        target = folder / _digest(sorted(entries.items())) / (Path(source).name or "folder")
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             if not target.parent.exists():
@@ -234,6 +232,10 @@ def errors_named(target: str | os.PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot write {target}: {error.strerror or error}") from None
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(str(value).encode()).hexdigest()[:16]
 
 
 def _names(folder: Path) -> list[Path]:

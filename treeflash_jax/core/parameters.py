@@ -98,7 +98,8 @@ class Entry:
 
 def inside(spec: Spec) -> Spec:
     """Returns the spec without the weight's first axis."""
-    inputs, outputs = (tuple(axis - 1 for axis in axes) for axes in (spec.inputs, spec.outputs))
+    inputs = tuple(axis - 1 for axis in spec.inputs)
+    outputs = tuple(axis - 1 for axis in spec.outputs)
     return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs, outputs=outputs)
 
 

@@ -239,7 +239,7 @@ def _penalize(logits: jax.Array, penalties: list[jax.Array], count: jax.Array, i
       count: number of times that the answer contains each token.
       is_seen: whether the prompt or the answer contains each token.
     """
-    repetition, presence, frequency = (penalty_b[:, None, None].astype(logits.dtype) for penalty_b in penalties)
+    repetition, presence, frequency = [penalty_b[:, None, None].astype(logits.dtype) for penalty_b in penalties]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(is_seen, repeated, logits)
     return logits - frequency * count.astype(logits.dtype) - presence * (count > 0)

@@ -21,7 +21,8 @@ def compute_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array, top: int) -> 
         top_bpk, top_ids_bpk = vocab.top_k(logits_bpv, top)
     else:
         top_bpk, top_ids_bpk = token_bp1[..., :0], tokens_bp[..., None][..., :0]
-    token_bp, top_bpk = ((x - total_bp1).astype(jnp.float32) for x in (token_bp1, top_bpk))
+    token_bp = (token_bp1 - total_bp1).astype(jnp.float32)
+    top_bpk = (top_bpk - total_bp1).astype(jnp.float32)
     return LogProbs(token_bp[..., 0], top_ids_bpk.astype(jnp.int32), top_bpk)
 
 

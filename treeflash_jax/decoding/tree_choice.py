@@ -26,9 +26,8 @@ def make_features(state: DecodeState, expander: trees.Expander) -> jax.Array:
     log_p_bc = expander.children(jnp.int32(0), expander.start(1))[1][:, 0]
     entropy_b = -jnp.sum(jnp.where(jnp.isfinite(log_p_bc), jnp.exp(log_p_bc) * log_p_bc, 0), axis=-1)
     age_bs = state.rounds_b[:, None] - jnp.arange(state.capacity)  # age of each round; the last has age 1
-    recent_b, last_b = (
-        jnp.sum(jnp.where((age_bs >= 1) & (age_bs <= most), state.accepted_bs, 0), axis=1) for most in (RECENT, 1)
-    )
+    recent_b = jnp.sum(jnp.where((age_bs >= 1) & (age_bs <= RECENT), state.accepted_bs, 0), axis=1)
+    last_b = jnp.sum(jnp.where(age_bs == 1, state.accepted_bs, 0), axis=1)
     recent_b /= jnp.clip(state.rounds_b, 1, RECENT)
     numbers = state.sampling.numbers
     top_b = jnp.exp(jnp.max(log_p_bc, axis=-1))

@@ -115,12 +115,12 @@ def host_memory() -> int | None:
         match = re.search(rf"^{name}:\s*(\d+) kB" if name else r"^(\d+)$", text, flags=re.MULTILINE)
         return int(match[1]) * (1024 if name else 1) if match else None
 
-    memory, swap = (number("/proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
-    swap = swap or 0
-    limit, group_swap = (number(f"/sys/fs/cgroup/{name}", "") for name in ("memory.max", "memory.swap.max"))
-    old_limit, old_sum = (
-        number(f"/sys/fs/cgroup/memory/memory.{name}", "") for name in ("limit_in_bytes", "memsw.limit_in_bytes")
-    )
+    memory = number("/proc/meminfo", "MemTotal")
+    swap = number("/proc/meminfo", "SwapTotal") or 0
+    limit = number("/sys/fs/cgroup/memory.max", "")
+    group_swap = number("/sys/fs/cgroup/memory.swap.max", "")
+    old_limit = number("/sys/fs/cgroup/memory/memory.limit_in_bytes", "")
+    old_sum = number("/sys/fs/cgroup/memory/memory.memsw.limit_in_bytes", "")
     sums = (memory, swap), (limit, swap if group_swap is None else group_swap), (old_limit, swap), (old_sum, 0)
     return min((size + more for size, more in sums if size), default=None)
 

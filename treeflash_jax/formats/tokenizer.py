@@ -151,11 +151,13 @@ def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> 
     """Raises ValueError if two tokenizers give an id different tokens, added tokens included. None fits any tokenizer."""
     if verifier is None or drafter is None:
         return
-    ours, theirs = ({id: token for token, id in tokenizer.inner.get_vocab().items()} for tokenizer in (verifier, drafter))
+    ours = {id: token for token, id in verifier.inner.get_vocab().items()}
+    theirs = {id: token for token, id in drafter.inner.get_vocab().items()}
     different = [id for id in ours.keys() | theirs.keys() if ours.get(id) != theirs.get(id)]
     if different:
         first = min(different)
-        got, expected = ("no token" if t.get(first) is None else quoted(t[first]) for t in (theirs, ours))
+        got = "no token" if theirs.get(first) is None else quoted(theirs[first])
+        expected = "no token" if ours.get(first) is None else quoted(ours[first])
         raise ValueError(
             f"drafter does not fit the verifier: got {got} as token {first} of the language model that drafts, expected "
             f"{expected} ({len(different)} tokens differ); use a smaller model of the same family"

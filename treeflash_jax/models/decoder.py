@@ -223,7 +223,8 @@ def run_layers(
     outputs: list[jax.Array] = []
     new: list[Any] = []
     for index, (source, kind) in enumerate(zip(sources, config.kinds, strict=True)):
-        state, earlier_positions = (None if x is None else x[source] for x in (states, earlier))
+        state = None if states is None else states[source]
+        earlier_positions = None if earlier is None else earlier[source]
         if source != index:
             earlier_positions = join_positions(earlier_positions, new[source])
         with jax.named_scope(f"layer_{index}"):

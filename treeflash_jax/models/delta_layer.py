@@ -102,7 +102,8 @@ class DeltaLayer(LayerKind):
     def init(
         self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike, num_layers: int = 1, *, can_cut: bool
     ) -> DeltaLayerState:
-        now, at_prompt = (delta_rule.init(config.delta, batch, dtype) for _ in range(2))
+        now = delta_rule.init(config.delta, batch, dtype)
+        at_prompt = delta_rule.init(config.delta, batch, dtype)
         return DeltaLayerState(now, at_prompt if can_cut else None, jnp.zeros(batch, jnp.int32))
 
     def mix(
@@ -182,7 +183,8 @@ def _project(params: Params, config: ModelConfig, x_btd: jax.Array) -> tuple[jax
         parts[0] = by_shard(config, parts[:1], 2)
     qkv_btc, z_btz, b_bth, a_bth = parts
     wide = at_least_float32(x_btd.dtype)
-    rate_h, bias_h = (params[name].astype(wide) for name in ("log_rate", "time_bias"))
+    rate_h = params["log_rate"].astype(wide)
+    bias_h = params["time_bias"].astype(wide)
     decay_bth = -jnp.exp(rate_h) * jax.nn.softplus(a_bth.astype(wide) + bias_h)
     z_bthf = z_btz.reshape(*z_btz.shape[:2], sizes.value_heads, sizes.value_dim)
     return qkv_btc, z_bthf, jax.nn.sigmoid(b_bth.astype(wide)), decay_bth
@@ -194,6 +196,8 @@ def _heads(config: ModelConfig, qkv_btc: jax.Array) -> tuple[jax.Array, jax.Arra
     batch_and_length = qkv_btc.shape[:2]
     keys = sizes.key_heads * sizes.key_dim
     q_btc, k_btc, v_btc = _split(config, qkv_btc, keys, keys)
-    q_btge, k_btge = (x.reshape(*batch_and_length, sizes.key_heads, sizes.key_dim) for x in (q_btc, k_btc))
-    q_btge, k_btge = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q_btge, k_btge))
+    q_btge = q_btc.reshape(*batch_and_length, sizes.key_heads, sizes.key_dim)
+    k_btge = k_btc.reshape(*batch_and_length, sizes.key_heads, sizes.key_dim)
+    q_btge = q_btge * jax.lax.rsqrt(jnp.sum(q_btge * q_btge, axis=-1, keepdims=True) + 1e-6)
+    k_btge = k_btge * jax.lax.rsqrt(jnp.sum(k_btge * k_btge, axis=-1, keepdims=True) + 1e-6)
     return q_btge, k_btge, v_btc.reshape(*batch_and_length, sizes.value_heads, sizes.value_dim)

@@ -189,9 +189,11 @@ def _attend_block(
       sees_bt: whether a position sees the state; False for a text that begins after it.
     """
     (batch, size, groups, _), heads = q_btge.shape, v_bthf.shape[2]
-    q_btge, k_btge, v_bthf, decay_bth, beta_bth = (
-        x.astype(state_bgez.dtype) for x in (q_btge, k_btge, v_bthf, decay_bth, beta_bth)
-    )
+    q_btge = q_btge.astype(state_bgez.dtype)
+    k_btge = k_btge.astype(state_bgez.dtype)
+    v_bthf = v_bthf.astype(state_bgez.dtype)
+    decay_bth = decay_bth.astype(state_bgez.dtype)
+    beta_bth = beta_bth.astype(state_bgez.dtype)
 
     def read(x_btge: jax.Array) -> jax.Array:
         """Returns S_0^T x with all decays up to each position, [b, h, t, f]."""

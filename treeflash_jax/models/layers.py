@@ -248,7 +248,8 @@ def gated(params: Params, x_btd: jax.Array, activation: str = "silu") -> jax.Arr
     if "gate_up" in params:
         gate_btf, up_btf = jnp.moveaxis(product("btd,xfd->btxf", x_btd, params["gate_up"]), 2, 0)
     else:
-        gate_btf, up_btf = (product("btd,fd->btf", x_btd, params[name]) for name in ("gate", "up"))
+        gate_btf = product("btd,fd->btf", x_btd, params["gate"])
+        up_btf = product("btd,fd->btf", x_btd, params["up"])
     if "up_bias" in params:
         up_btf += params["up_bias"]
     return ACTIVATIONS[activation](gate_btf) * up_btf

@@ -150,7 +150,8 @@ def _splash(q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: Packe
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-    size_t, size_x = (math.gcd(x.shape[1], BLOCK) for x in (q_bthe, k_bxke))
+    size_t = math.gcd(q_bthe.shape[1], BLOCK)
+    size_x = math.gcd(k_bxke.shape[1], BLOCK)
     sizes = splash.BlockSizes(
         block_q=size_t, block_kv=size_x, block_q_dkv=size_t, block_kv_dkv=size_x, block_q_dq=size_t, block_kv_dq=size_x
     )
@@ -164,5 +165,7 @@ def _splash(q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: Packe
             run = splash.SplashAttentionKernel(info, info, info, **kernel.kwargs | {"mask_function": mask.block_mask})
         return run(q_hte, k_kxe, v_kxe, splash.SegmentIds(mask.segments_bt, mask.segments_bx))
 
-    q_bhte, k_bkxe, v_bkxe = (jnp.swapaxes(x, 1, 2) for x in (q_bthe * q_bthe.shape[-1] ** -0.5, k_bxke, v_bxke))
+    q_bhte = jnp.swapaxes(q_bthe * q_bthe.shape[-1] ** -0.5, 1, 2)
+    k_bkxe = jnp.swapaxes(k_bxke, 1, 2)
+    v_bkxe = jnp.swapaxes(v_bxke, 1, 2)
     return jnp.swapaxes(jax.vmap(attend)(q_bhte, k_bkxe, v_bkxe, mask), 1, 2)

@@ -277,5 +277,6 @@ def _quantized_spec(spec: Spec, scheme: str, mesh: Mesh | AbstractMesh | None) -
     if scheme in BLOCKS:
         dtype = jnp.dtype(jnp.float8_e8m0fnu) if scheme == "mxfp4" else None
         return Quantized(values, Spec(count_blocks(spec, mesh, BLOCKS[scheme]), spec.axes, "ones", dtype=dtype))
-    shape, axes = (tuple(values[axis] for axis in _outputs(spec)) for values in (spec.shape, spec.axes))
+    shape = tuple(spec.shape[axis] for axis in _outputs(spec))
+    axes = tuple(spec.axes[axis] for axis in _outputs(spec))
     return Quantized(values, Spec(shape, axes, "ones"))

@@ -251,7 +251,8 @@ def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.A
         return jnp.where(true, middle, low), jnp.where(true, high, middle)
 
     bounds = [ordered(jnp.asarray(end, logits.dtype)) for end in (-jnp.inf, jnp.inf)]
-    low, high = (jnp.broadcast_to(end, logits.shape[:-1]) for end in (bounds[0], bounds[1] + 1))
+    low = jnp.broadcast_to(bounds[0], logits.shape[:-1])
+    high = jnp.broadcast_to(bounds[1] + 1, logits.shape[:-1])
     return lax.fori_loop(0, 8 * logits.dtype.itemsize, halve, (low, high))[0]
 
 

@@ -103,7 +103,8 @@ def best_first_search(
     ranks = np.minimum(np.arange(width), tokens_b1c.shape[2] - 1)
     score_bu = jnp.where(np.arange(width) == ranks, log_probs_b1c[:, 0, ranks], -jnp.inf)
     score_bu = jnp.where(score_bu == 0, 0, score_bu)  # top-k ranks -0.0 below the 0.0 of a certain child
-    rank_bu, entry_bu = (jnp.broadcast_to(jnp.asarray(x_u, jnp.int32), score_bu.shape) for x_u in (ranks, places))
+    rank_bu = jnp.broadcast_to(jnp.asarray(ranks, jnp.int32), score_bu.shape)
+    entry_bu = jnp.broadcast_to(jnp.asarray(places, jnp.int32), score_bu.shape)
     token_bu = tokens_b1c[:, 0, ranks]
     open_bu = expander.continues(anchor_depth, anchor_state_b1, tokens_b1c)[:, 0, ranks]
     state_bw = expander.follow(anchor_depth, expander.start(lanes), rank_bu[:, :lanes], token_bu[:, :lanes])

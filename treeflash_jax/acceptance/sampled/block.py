@@ -81,8 +81,10 @@ def find_last_node(path: DraftedPath, coins_bx: jax.Array) -> tuple[jax.Array, j
     num_places = weight_bp.shape[1]
     is_hit_bp = jnp.pad(coins_bx[:, : num_places - 1], ((0, 0), (1, 0))) < keep_bp
     place_b1 = jnp.max(jnp.where(is_hit_bp, jnp.arange(num_places), 0), axis=1, keepdims=True)
-    weight_b1, last_b1 = (jnp.take_along_axis(x_bp, place_b1, axis=1) for x_bp in (weight_bp, path.node_bp))
-    p_bc, q_bc = (jnp.take_along_axis(x_bpc, place_b1[..., None], axis=1)[:, 0] for x_bpc in (path.p_bpc, path.q_bpc))
+    weight_b1 = jnp.take_along_axis(weight_bp, place_b1, axis=1)
+    last_b1 = jnp.take_along_axis(path.node_bp, place_b1, axis=1)
+    p_bc = jnp.take_along_axis(path.p_bpc, place_b1[..., None], axis=1)[:, 0]
+    q_bc = jnp.take_along_axis(path.q_bpc, place_b1[..., None], axis=1)[:, 0]
     return last_b1[:, 0], jnp.maximum(p_bc - q_bc / weight_b1, 0)
 
 

@@ -119,13 +119,17 @@ def _removals(draws: Draws) -> tuple[jax.Array, jax.Array]:
     The first result is the rank of the deterministic draw that removes a token from p; NEVER if no draw does. The second is
     the part of q that earlier draws leave for each draw without replacement; 1 for other draws.
     """
-    never_nc = jnp.full(draws.p_bnc.shape[1:], NEVER)
-    gone_bnc, drawn_bnc = (
-        jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
-            draws.parent_bx, draws.slot_bx, jnp.where(removes_bx & draws.is_draw_bx, draws.rank_bx, NEVER)
+
+    def first_ranks(is_chosen_bx: jax.Array) -> jax.Array:
+        """Returns, for each node and token, the rank of its first draw among the chosen ones."""
+        rank_bx = jnp.where(is_chosen_bx & draws.is_draw_bx, draws.rank_bx, NEVER)
+        never_nc = jnp.full(draws.p_bnc.shape[1:], NEVER)
+        return jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
+            draws.parent_bx, draws.slot_bx, rank_bx
         )
-        for removes_bx in (draws.is_fixed_bx, draws.is_removed_bx)
-    )
+
+    gone_bnc = first_ranks(draws.is_fixed_bx)
+    drawn_bnc = first_ranks(draws.is_removed_bx)
     # Sums what is left: 1 - q(earlier draws) would lose all digits if the drafter is confident.
     is_spare_bxc = pick(drawn_bnc, draws.parent_bx) >= draws.rank_bx[..., None]
     spare_bx = jnp.sum(jnp.where(is_spare_bxc, pick(draws.q_bnc, draws.parent_bx), 0), axis=-1)

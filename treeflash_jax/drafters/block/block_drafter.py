@@ -228,7 +228,8 @@ class BlockDrafter(Drafter):
         tokens_bq = jnp.concatenate([anchor_b[:, None], masks_bq], axis=1)
         x_bqd = vocab.embed(inputs.verifier_params["embed"], tokens_bq, self.embedding_factor)
         positions_bq = length_b[:, None] + jnp.arange(size)
-        everything_bqq, earlier_bqq = (jnp.broadcast_to(x_qq, (batch, size, size)) for x_qq in (True, jnp.tri(size) > 0))
+        everything_bqq = jnp.broadcast_to(True, (batch, size, size))
+        earlier_bqq = jnp.broadcast_to(jnp.tri(size) > 0, (batch, size, size))
         first_bq = (length_b[:, None] if self.shared_window else positions_bq + 1) - self.window
         first_bq = jnp.broadcast_to(first_bq, positions_bq.shape)
 

@@ -116,7 +116,9 @@ def _draw(
       bonus: the token after them; None if the answer was cut before it.
     """
     count = int(np.asarray(tree.valid_bn)[0].sum())
-    tokens, parents, log_probs = (np.asarray(x)[0, :count] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn))
+    tokens = np.asarray(tree.tokens_bn)[0, :count]
+    parents = np.asarray(tree.parent_bn)[0, :count]
+    log_probs = np.asarray(tree.log_prob_bn)[0, :count]
     path = [0]
     for token in drafted:
         path += [node for node in range(1, count) if parents[node] == path[-1] and tokens[node] == token]

@@ -161,10 +161,9 @@ def read_messages(record: Any) -> list[dict[str, str]]:
         raise ValueError(f"got keys {clipped(keys, LONGEST_VALUE)}, expected {RECORD_FORMS}")
     messages = []
     for message in value:
-        role, content = (
-            message.get(name, message.get(other)) if isinstance(message, dict) else None
-            for name, other in (("role", "from"), ("content", "value"))
-        )
+        fields = message if isinstance(message, dict) else {}
+        role = fields.get("role", fields.get("from"))
+        content = fields.get("content", fields.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError("got a message without role and content, expected strings under both")
         messages.append({"role": OTHER_ROLES.get(role, role), "content": content})

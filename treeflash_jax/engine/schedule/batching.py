@@ -138,7 +138,7 @@ class SamplingSizes:
         if automata:
             least = requests[0].settings.schema_states, TOKEN_CLASSES
             largest = np.max([least, *(table.next_qc.shape for table in automata)], axis=0).tolist()
-            states, classes = (1 << (size - 1).bit_length() for size in largest)
+            states, classes = [1 << (size - 1).bit_length() for size in largest]
             automaton = states, classes, automata[0].class_v.size
         return SamplingSizes(
             config=type(requests[0].settings),

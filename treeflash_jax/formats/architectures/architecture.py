@@ -126,7 +126,9 @@ class Architecture:
         others = sorted({*(types or ())} - {*self.layer_types})
         keys.expect(not others, "layer_types", others, f"only {', '.join(map(repr, self.layer_types))}")
         keys.expect(types is None or len(types) == num_layers, "layer_types", types, f"one for each of {num_layers} layers")
-        heads, kv_heads, head_dim = (fields[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
+        heads = fields["num_heads"]
+        kv_heads = fields["num_kv_heads"]
+        head_dim = fields["head_dim"]
         keys.expect(heads % kv_heads == 0, "num_attention_heads", heads, f"a multiple of {kv_heads} key/value heads")
         keys.expect(head_dim % 2 == 0, "head_dim", head_dim, "an even number (its halves are rotated)")
         fields |= self.constants

@@ -92,7 +92,9 @@ OUTSIDE = {
 
 def _check_head_dim(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Raises ValueError for a head_dim other than hidden_size / num_heads: readers of Qwen2 disagree on its meaning."""
-    head_dim, heads, width = (fields[name] for name in ("head_dim", "num_heads", "hidden_size"))
+    head_dim = fields["head_dim"]
+    heads = fields["num_heads"]
+    width = fields["hidden_size"]
     keys.expect(head_dim * heads == width, "head_dim", head_dim, f"hidden_size {width} over {heads} heads")
     return {}
 

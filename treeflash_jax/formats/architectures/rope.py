@@ -117,7 +117,8 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
         growth = keys.number("attention_factor")
     elif len(scales) == 2 and all(scales):
         growth = attention_growth(factor, scales[0]) / attention_growth(factor, scales[1])
-    fast, slow = (keys.number(key) if key in keys else usual for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    fast = keys.number("beta_fast") if "beta_fast" in keys else 32.0
+    slow = keys.number("beta_slow") if "beta_slow" in keys else 1.0
     keys.expect(fast > slow, "beta_fast", fast, f"more than beta_slow {slow}")
     keys.expect(theta > 1, "rope_theta", theta, "a number above 1 with yarn")
     return Rope(

@@ -34,7 +34,8 @@ class HuggingFace(Dialect):
             tensors = architecture.adapt_tensors(config, quant_methods.join(path, tensors))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        embed, unembed = (outside[part].name for part in ("embed", "unembed"))
+        embed = outside["embed"].name
+        unembed = outside["unembed"].name
         if config.tie_embeddings and {embed, unembed} <= tensors.keys():
             if not storage.are_equal(tensors[embed], tensors.pop(unembed)):
                 got = f"{unembed} differs from {embed}, although config.json ties them"

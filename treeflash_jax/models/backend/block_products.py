@@ -85,10 +85,12 @@ def _scale_blocks_in_parts(x_ni: jax.Array, values: jax.Array, scale: jax.Array)
     (*outer, _), scale = scale.shape, scale[..., None, :]
     axis = max(range(len(outer)), key=lambda axis: outer[axis])
     parts = block_scales.count_parts(outer[axis], block_scales.model_ways())
-    values, scale = (a.reshape(*a.shape[:axis], -1, parts, *a.shape[axis + 1 :]) for a in (values, scale))
+    values = values.reshape(*values.shape[:axis], -1, parts, *values.shape[axis + 1 :])
+    scale = scale.reshape(*scale.shape[:axis], -1, parts, *scale.shape[axis + 1 :])
 
     def multiply(index: jax.Array) -> jax.Array:
-        values_bi, scale_k = (lax.dynamic_index_in_dim(a, index, axis + 1, keepdims=False) for a in (values, scale))
+        values_bi = lax.dynamic_index_in_dim(values, index, axis + 1, keepdims=False)
+        scale_k = lax.dynamic_index_in_dim(scale, index, axis + 1, keepdims=False)
         wide = at_least_float32(x_ni.dtype)
         weight_bi = values_bi.astype(wide) * block_scales.repeat(scale_k.astype(wide), values_bi.shape)
         return block_scales.einsum("ni,...bi->...nb", x_ni, weight_bi.astype(x_ni.dtype))

@@ -265,7 +265,8 @@ def _logits(q_smem, k_smem) -> jax.Array:
 
 def _nothing(rows: int, head_dim: int) -> SoftmaxSums:
     mixed_re = plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-    total_r, peak_r = (plgpu.layout_cast(jnp.full(rows, x, jnp.float32), ROW) for x in (0.0, HIDDEN))
+    total_r = plgpu.layout_cast(jnp.full(rows, 0.0, jnp.float32), ROW)
+    peak_r = plgpu.layout_cast(jnp.full(rows, HIDDEN, jnp.float32), ROW)
     return mixed_re, total_r, peak_r
 
 

@@ -46,7 +46,8 @@ def _run(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu):
         return jnp.pad(x_bt.astype(jnp.float32), ((0, 0), (0, BLOCK - size)) + ((0, 0),) * (x_bt.ndim - 2))
 
     mask_btu = jnp.pad(padded(mask_btu), ((0, 0), (0, 0), (0, BLOCK - size)))
-    decay_bht, beta_bht = (jnp.swapaxes(padded(x_bth), 1, 2) for x_bth in (decay_bth, beta_bth))
+    decay_bht = jnp.swapaxes(padded(decay_bth), 1, 2)
+    beta_bht = jnp.swapaxes(padded(beta_bth), 1, 2)
     kernel = plgpu.kernel(
         partial(_kernel, each=heads // groups),
         grid=(batch, heads),
@@ -97,7 +98,8 @@ def _kernel(
     system_tu = _scale(product(key_dim, BLOCK, transposed=True) * fade_tu, beta_t)
     store_left(_load(q_ref.at[b, :, g], TILE))
     scores_tu = product(key_dim, BLOCK, transposed=True) * fade_tu
-    rows_tu, columns_tu = (plgpu.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), axis, layout=TILE) for axis in (0, 1))
+    rows_tu = plgpu.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 0, layout=TILE)
+    columns_tu = plgpu.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1, layout=TILE)
     apart_tu = rows_tu ^ columns_tu  # its highest bit is half the size of the smallest block on the diagonal with both
 
     def double(step: jax.Array, inverse_tu: jax.Array) -> jax.Array:

@@ -74,11 +74,15 @@ def _run(q_btge, k_btge, v_bthf, decay_bth, beta_bth, state_bgez, mask_btu, *, i
 
 def _kernel(q_ref, k_ref, v_ref, total_ref, total_row_ref, beta_ref, mask_ref, state_ref, out_ref, updates_ref):
     dot = partial(jnp.dot, precision=HIGHEST, preferred_element_type=jnp.float32)
-    q_te, k_te, v_tf, state_ef = (ref[0, 0] for ref in (q_ref, k_ref, v_ref, state_ref))
+    q_te = q_ref[0, 0]
+    k_te = k_ref[0, 0]
+    v_tf = v_ref[0, 0]
+    state_ef = state_ref[0, 0]
     total_t1, total_1u, beta_t1 = total_ref[0, 0], total_row_ref[0, 0], beta_ref[0, 0]
     is_seen_tu = mask_ref[0] > 0
     fade_tu = jnp.where(is_seen_tu, jnp.exp(jnp.where(is_seen_tu, total_t1 - total_1u, 0.0)), 0.0)
-    rows_tu, columns_tu = (lax.broadcasted_iota(jnp.int32, fade_tu.shape, axis) for axis in (0, 1))
+    rows_tu = lax.broadcasted_iota(jnp.int32, fade_tu.shape, 0)
+    columns_tu = lax.broadcasted_iota(jnp.int32, fade_tu.shape, 1)
     kept_t1 = jnp.where(is_seen_tu[:, :1], jnp.exp(total_t1), 0.0)
     system_tu = jnp.where(rows_tu != columns_tu, fade_tu * dot(k_te, k_te.T), 0.0) * beta_t1
     right_tf = beta_t1 * (v_tf - kept_t1 * dot(k_te, state_ef))

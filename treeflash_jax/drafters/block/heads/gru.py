@@ -65,7 +65,8 @@ class GruHead(PathHead):
     ) -> tuple[jax.Array, jax.Array]:
         new = product("...d,dys->...ys", unembed.embed(token), params["gru_in"])
         old = product("...t,tys->...ys", state, params["gru_state"])
-        reset, update = (jax.nn.sigmoid(new[..., gate, :] + old[..., gate, :]) for gate in range(2))
+        reset = jax.nn.sigmoid(new[..., 0, :] + old[..., 0, :])
+        update = jax.nn.sigmoid(new[..., 1, :] + old[..., 1, :])
         state = (1 - update) * jnp.tanh(new[..., 2, :] + reset * old[..., 2, :]) + update * state
         of_slot, of_state = jnp.split(params["mix"], [normed.shape[-1]])
         mixed = product("...d,dk->...k", normed, of_slot) + product("...s,sk->...k", state, of_state)

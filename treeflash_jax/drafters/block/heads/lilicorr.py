@@ -160,7 +160,8 @@ class LiLiCorrHead(Head):
         anchor_bth = jnp.broadcast_to(anchor_bh[:, None], x_bth.shape)
         factor_bth = jax.nn.silu(through("factor", jnp.concatenate([x_bth, anchor_bth, x_bth * anchor_bth], axis=-1)))
         shape = *tokens_bik.shape, sizes.factor_dim
-        out_bikf, in_bikf = (unit(through(name, factor_bth)).reshape(shape) for name in ("out", "into"))
+        out_bikf = unit(through("out", factor_bth)).reshape(shape)
+        in_bikf = unit(through("into", factor_bth)).reshape(shape)
         return out_bikf, in_bikf, unit(through("anchor_out", anchor_bh))
 
     def features(self, params: Params, through: Any, log_probs_bik: jax.Array) -> jax.Array:

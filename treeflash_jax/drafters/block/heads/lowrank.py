@@ -149,6 +149,8 @@ class RnnLowRankHead(PathHead):
         normed = jnp.broadcast_to(normed, (*token.shape, normed.shape[-1]))
         read = jnp.concatenate([state.astype(before.dtype), before, normed.astype(before.dtype)], axis=-1)
         joint = product("...j,jyk->...yk", read, params["joint"]) + params["joint_bias"]
-        gate, candidate, output = (joint[..., part, :] for part in range(3))
+        gate = joint[..., 0, :]
+        candidate = joint[..., 1, :]
+        output = joint[..., 2, :]
         gate = jax.nn.sigmoid(gate)
         return jnp.tanh(output), gate * state + (1 - gate) * jnp.tanh(candidate)
