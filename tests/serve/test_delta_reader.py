@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 CALL = '<tool_call>{"name": "add"}</tool_call>'
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}
 # A tokenizer whose template has both kinds of blocks, and begins one.
-INNER = SimpleNamespace(chat_template="<think> <tool_call>", decode=lambda ids: "<think>")
+INNER = SimpleNamespace(chat_template="<think> <tool_call>", decode=lambda ids, **how: "<think>")
 
 
 def make_result(**fields) -> tf.Result:

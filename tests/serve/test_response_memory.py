@@ -60,7 +60,7 @@ class Clients:
         self.draw, self.lock = random.Random(0), threading.Lock()
         self.num_failures = self.num_gone = self.num_forgotten = self.num_shown = 0
         self.known: list[tuple[str, list[dict[str, Any]]]] = []  # responses, with the conversations up to their end
-        inner = SimpleNamespace(chat_template="tools <think> <tool_call>", decode=lambda ids: "")
+        inner = SimpleNamespace(chat_template="tools <think> <tool_call>", decode=lambda ids, **how: "")
         self.worker = stub_worker(
             model=SimpleNamespace(names=("tiny",), tokenizer=Tokenizer(inner)), submit=self.submit, _limit=1000,
             request_maker=StubRequestMaker(encode=self.encode, make_requests=lambda prompts, **settings: prompts),

@@ -65,7 +65,7 @@ class Gemma(MessageFormat):
     def answer_tag(self, prompt_ids: Sequence[int], demands: Demands) -> Tag:
         answer = tags.content_or_calls(demands, [*map(self._call_tag, demands.functions)], CALL[0], "")
         thoughts = tags.any_text(CHANNEL[1]), tags.const(CHANNEL[1])
-        before = self.tokenizer.inner.decode(prompt_ids[-16:])
+        before = self.tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
         if before.rfind(CHANNEL[0]) > before.rfind(CHANNEL[1]):  # the prompt has begun thoughts
             return tags.sequence(*thoughts, answer)
         if before.endswith((f"{TURN[0]}model\n", RESPONSE[1])):
@@ -125,7 +125,7 @@ class GemmaReader(TokenReader):
         """Ends a block; returns the end of its text, or the call."""
         if self._block != CALL[0]:
             return self._new_parts(self._text.text)
-        text = self._tokenizer.inner.decode(self._call_ids)
+        text = self._tokenizer.decode(self._call_ids, skip_special_tokens=False)
         call = _read_call(text) if is_whole and self._functions else None
         if call is None:
             end = CALL[1] if is_whole else ""

@@ -65,7 +65,7 @@ class Harmony(MessageFormat):
 
     def _header(self, prompt_ids: Sequence[int]) -> str | None:
         """Returns the part of a message's header that is in the prompt; None if the prompt has a whole header or none."""
-        text = self.tokenizer.inner.decode(prompt_ids[-16:])
+        text = self.tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
         header = text.rpartition(START)[2]
         return header if START in text and MESSAGE not in header else None
 
@@ -105,7 +105,7 @@ class HarmonyReader(TokenReader):
         return self._end_message(is_whole=False) if self._header is None else []
 
     def _read_header(self, ids: list[int]) -> None:
-        header = self._tokenizer.inner.decode(ids)
+        header = self._tokenizer.decode(ids, skip_special_tokens=False)
         channel = re.search(rf"{re.escape(CHANNEL)}\s*(\w+)", header)
         recipient = re.search(r"to=([^\s<]+)", header)
         self._channel = channel[1] if channel else "final"

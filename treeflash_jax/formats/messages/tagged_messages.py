@@ -59,7 +59,7 @@ class TaggedMessages(MessageFormat):
 
     def _begins_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Returns whether the prompt has opened thoughts, as some chat templates do."""
-        return self.tokenizer.inner.decode(prompt_ids[-8:]).rstrip().endswith(THINK[0])
+        return self.tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(THINK[0])
 
     def _call_tag(self, function: Function) -> Tag:
         if BARE[0] in self.template:
