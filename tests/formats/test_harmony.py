@@ -6,7 +6,7 @@ import harmony_tokenizer
 import pytest
 
 from treeflash_jax.formats.answer_text import AnswerText
-from treeflash_jax.formats.messages import find_format
+from treeflash_jax.formats.messages import find_format, message_format
 from treeflash_jax.formats.messages.harmony import Harmony
 from treeflash_jax.formats.messages.message_format import Content, Function, FunctionCall, Thought
 
@@ -39,7 +39,6 @@ def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = (),
             if parts and type(parts[-1]) is type(part) and not isinstance(part, FunctionCall):
                 part = type(part)(parts.pop().text + part.text)
             parts.append(part)
-    assert sum(isinstance(part, FunctionCall) for part in parts) == reader.num_function_calls
     return parts
 
 
@@ -63,6 +62,15 @@ def read(text: str, size: int, prompt: str = PROMPT, stop: tuple[str, ...] = (),
 ])  # fmt: skip
 def test_channels_make_parts(text, expected, size):
     assert read(text, size) == expected
+
+
+def test_arguments_that_are_nested_too_deeply_stay_text(monkeypatch):
+    """Python's versions differ in how deeply their parser and their writer of JSON go."""
+    value = {}
+    for _ in range(100_000):
+        value = {"x": value}
+    monkeypatch.setattr(message_format, "parse_json", lambda text: value)
+    assert read(CALL, 1000) == [FunctionCall("add", json.dumps('{"x": 1}'))]
 
 
 @pytest.mark.parametrize("size", [1, 1000])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.formats.answer_text import AnswerText
 from treeflash_jax.formats.messages import find_format
-from treeflash_jax.formats.messages.message_format import Content, MessageReader, Part
+from treeflash_jax.formats.messages.message_format import Content, FunctionCall, MessageReader, Part
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve.log_probs import PositionReader, TokenPosition, prompt_positions
 from treeflash_jax.serve.server_call import Delta, ServerCall
@@ -25,6 +25,7 @@ class DeltaReader:
     def __init__(self, call: ServerCall, tokenizer: Tokenizer | None):
         self._call, self._tokenizer = call, tokenizer
         self._messages: dict[int, MessageReader] = {}  # by index of the answer
+        self._calling: set[int] = set()  # indices of answers that call a function
         self._positions: dict[int, PositionReader] = {}
 
     def read(self, piece: Piece) -> Delta:
@@ -40,8 +41,9 @@ class DeltaReader:
                 self._positions[index] = PositionReader(self._tokenizer, result.prompt_ids, len(text))
                 if self._call.echoes:
                     positions += prompt_positions(self._tokenizer, result.prompt_score, text)
-        message = self._messages[index]
-        parts += message.feed(piece.chunk.ids, piece.chunk.text, is_last=piece.is_last)
+        parts += self._messages[index].feed(piece.chunk.ids, piece.chunk.text, is_last=piece.is_last)
+        if any(isinstance(part, FunctionCall) for part in parts):
+            self._calling.add(index)
         if positions is not None:
             positions += self._positions[index].read(result, is_last=piece.is_last)
         finished = stop = None
@@ -49,7 +51,7 @@ class DeltaReader:
             stop = self._find_stop(result)
             if result.finished == "length":
                 finished = "length"
-            elif message.num_function_calls:
+            elif index in self._calling:
                 finished = "calls"
             else:
                 finished = "stop"

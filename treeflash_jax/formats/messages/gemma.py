@@ -23,7 +23,7 @@ from treeflash_jax.formats.messages.message_format import (
     Thought,
     TokenReader,
     make_function_call,
-    parse_value,
+    parse_object,
 )
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -94,7 +94,6 @@ class GemmaReader(TokenReader):
         has_name = self._has_name
         self._enter(self._block, prompt_ids)
         self._has_name = has_name
-        self.num_function_calls = 0
 
     def _read(self, id: int) -> list[Part]:
         marker = self._markers.get(id)
@@ -127,11 +126,10 @@ class GemmaReader(TokenReader):
             return self._new_parts(self._text.text)
         text = self._tokenizer.decode(self._call_ids, skip_special_tokens=False)
         call = _read_call(text) if is_whole and self._functions else None
-        if call is None:
-            end = CALL[1] if is_whole else ""
-            return [Content(CALL[0] + text + end)]
-        self.num_function_calls += 1
-        return [call]
+        if call is not None:
+            return [call]
+        end = CALL[1] if is_whole else ""
+        return [Content(CALL[0] + text + end)]
 
     def _new_parts(self, text: str) -> list[Part]:
         if not self._has_name:
@@ -152,11 +150,8 @@ def _read_call(text: str) -> FunctionCall | None:
     for index, piece in enumerate(match[2].split(QUOTE)):
         is_string = index % 2 == 1
         json_text += json.dumps(piece) if is_string else KEY.sub(_quoted, piece)
-    try:
-        arguments = parse_value(json_text)
-        return make_function_call(match[1], arguments) if isinstance(arguments, dict) else None
-    except (ValueError, TypeError, RecursionError):
-        return None
+    arguments = parse_object(json_text)
+    return None if arguments is None else make_function_call(match[1], arguments)
 
 
 def _quoted(match: re.Match) -> str:

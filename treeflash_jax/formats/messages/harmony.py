@@ -122,10 +122,10 @@ class HarmonyReader(TokenReader):
         text = self._text.text
         if not self._is_call():
             return self._new_parts(text)
-        if not is_whole:
-            return [Content(text)] if text else []
-        self.num_function_calls += 1
-        return [make_function_call(self._recipient.removeprefix(NAMESPACE), text.strip())]
+        call = make_function_call(self._recipient.removeprefix(NAMESPACE), text.strip()) if is_whole else None
+        if call is not None:
+            return [call]
+        return [Content(text)] if text else []
 
     def _is_call(self) -> bool:
         return self._reads_calls and self._recipient is not None and self._recipient.startswith(NAMESPACE)

@@ -75,13 +75,7 @@ class Demands:
 
 
 class MessageReader(ABC):
-    """Parses a growing answer to parts.
-
-    Attributes:
-      num_function_calls: number of calls so far.
-    """
-
-    num_function_calls = 0
+    """Parses a growing answer to parts."""
 
     @abstractmethod
     def feed(self, ids: Sequence[int], text: str, *, is_last: bool = False) -> list[Part]:
@@ -220,16 +214,28 @@ def parse_value(text: str) -> Any:
             raise ValueError(str(error)) from None
 
 
-def make_function_call(name: Any, arguments: Any) -> FunctionCall:
-    """Returns a call with arguments that are a JSON value, or the JSON text of an object. Raises ValueError or TypeError.
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Returns the object that `parse_value` reads in a text; None if there is none."""
+    with suppress(ValueError):
+        value = parse_value(text)
+        if isinstance(value, dict):
+            return value
+    return None
 
-    Half a character becomes U+FFFD.
+
+def make_function_call(name: Any, arguments: Any) -> FunctionCall | None:
+    """Returns a call with arguments that are a JSON value, or the JSON text of an object; any other text stays a text.
+
+    Returns None for arguments that JSON cannot hold: with NaN, or nested too deeply. Half a character becomes U+FFFD.
     """
     if isinstance(arguments, str):
-        with suppress(ValueError):  # no JSON, or with NaN, which JSON lacks: it stays a text
+        with suppress(ValueError):
             value = parse_json(arguments or "{}")
-            json.dumps(value, allow_nan=False)
-            if isinstance(value, dict):
-                arguments = value
-    text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
-    return FunctionCall(SURROGATES.sub("\ufffd", str(name)), SURROGATES.sub("\ufffd", text))
+            call = make_function_call(name, value) if isinstance(value, dict) else None
+            if call is not None:
+                return call
+    try:
+        text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
+        return FunctionCall(SURROGATES.sub("\ufffd", str(name)), SURROGATES.sub("\ufffd", text))
+    except (ValueError, RecursionError):
+        return None

@@ -19,6 +19,7 @@ from treeflash_jax.formats.messages.message_format import (
     Tag,
     Thought,
     make_function_call,
+    parse_object,
     parse_value,
 )
 from treeflash_jax.formats.string_schemas import allows_strings
@@ -79,7 +80,6 @@ class TagReader(MessageReader):
     """
 
     def __init__(self, *, reads_thoughts: bool, functions: Sequence[Function], begins_in_thought: bool = False):
-        self.num_function_calls = 0
         self._functions = functions
         self._reads_thoughts = reads_thoughts
         self._block = THINK if begins_in_thought else None
@@ -207,14 +207,8 @@ class TagReader(MessageReader):
         """Returns the call in a block; None if it cannot be parsed."""
         if self._block is BARE:
             text = BARE[0] + text + BARE[1]
-        try:
-            match = FUNCTION.fullmatch(text)
-            name, arguments = _read_json(text) if match is None else _read_function(*match.groups(), self._functions)
-            call = make_function_call(name, arguments)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return None
-        self.num_function_calls += 1
-        return call
+        match = FUNCTION.fullmatch(text)
+        return _read_json(text) if match is None else _read_function(*match.groups(), self._functions)
 
 
 def _is_inside_string(text: str) -> bool:
@@ -226,27 +220,28 @@ def _is_inside_string(text: str) -> bool:
     return False
 
 
-def _read_json(text: str) -> tuple[Any, Any]:
-    """Returns name and arguments. Raises ValueError or KeyError."""
-    call = parse_value(text)
-    return call["name"], call.get("arguments", call.get("parameters", {}))
+def _read_json(text: str) -> FunctionCall | None:
+    call = parse_object(text)
+    if call is None or "name" not in call:
+        return None
+    return make_function_call(call["name"], call.get("arguments", call.get("parameters")))
 
 
-def _read_function(name: str, text: str, functions: Sequence[Function]) -> tuple[str, dict[str, Any]]:
-    """Returns name and arguments. A value is JSON if `allows_strings` rules out text and it can be parsed, otherwise text.
+def _read_function(name: str, text: str, functions: Sequence[Function]) -> FunctionCall | None:
+    """Returns a call; None if there is anything but parameters.
 
-    Raises ValueError if there is anything but parameters.
+    A value is JSON if `allows_strings` rules out text and it can be parsed, otherwise text.
     """
     if PARAMETER.sub("", text).strip():
-        raise ValueError("got text outside of parameters")
+        return None
     schema = next((x.parameters for x in functions if x.name == name), None)
     read_references: dict[str, bool] = {}
     arguments: dict[str, Any] = {key: value.removesuffix("\n") for key, value in PARAMETER.findall(text)}
     for key, value in arguments.items():
-        if not allows_strings(_get(schema, "properties", key), schema, read_references):
-            with suppress(ValueError):
+        with suppress(ValueError, RecursionError):  # of a value, or of a schema that is nested too deeply
+            if not allows_strings(_get(schema, "properties", key), schema, read_references):
                 arguments[key] = parse_value(value)
-    return name, arguments
+    return make_function_call(name, arguments)
 
 
 def _get(value: Any, *keys: str) -> Any:
