@@ -77,6 +77,13 @@ def parse(text: str, size: int, **how) -> tuple[str, str, list]:
     ('<tool_call>{"name": "add", "arguments": {"y": "</tool_call>"}}</tool_call>', {},
      ("", "", [("add", {"y": "</tool_call>"})])),
     (' \n<think>Hm</think>Yes', {}, ("Yes", "Hm", [])),
+    # Quotes around tags: strings of JSON alone hold them.
+    ('<tool_call>{"name": "add", "arguments": {"y": "a\\" </tool_call>\\\\", "x": 1}}</tool_call>', {},
+     ("", "", [("add", {"y": 'a" </tool_call>\\', "x": 1})])),
+    *[(f"<tool_call>{block}</tool_call>So: {CALL}", {}, (f"<tool_call>{block}</tool_call>So: ", "", [PARSED]))
+      for block in ('{"name": "5" tall"}', "{'name': 'say \"hi}", 'add "x', '{"name": x "y', '<function=add>"hi')],
+    ("<tool_call>{'name': 'add', 'arguments': {'y': '\"hi'}}</tool_call>", {}, ("", "", [("add", {"y": '"hi'})])),
+    (CODER.replace("2", "it's 5\""), {}, ("", "", [("add", {"x": 1, "y": "it's 5\"", "z": "a [\nb"})])),
 ])  # fmt: skip
 def test_tags_make_parts(text, how, expected, size):
     assert parse(text, size, **how) == expected

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.formats.messages import tags
 from treeflash_jax.formats.messages.message_format import (
     Content,
@@ -28,6 +27,10 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 THINK, CALL, BARE = ("<think>", "</think>"), ("<tool_call>", "</tool_call>"), ("<function=", "</function>")
 LINES = {"type": "regex", "pattern": "\n{0,2}"}  # line breaks between thoughts and answer
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", flags=re.DOTALL)  # calls of Qwen3-Coder and Qwen3.5
+STRING = r'"(?:[^"\\\x00-\x1f]|\\.)*+'  # string of JSON without the quote at its end
+UNFINISHED_STRING = re.compile(  # beginning of a JSON object, up to some place inside a string
+    rf"\s*\{{(?:[\s\d.eE+\-:,\[\]{{}}]|true|false|null|{STRING}\"(?=\s*[:,\]}}]))*+{STRING}"
+)
 PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:(?!</?parameter\b).)*)</parameter>\s*", flags=re.DOTALL)
 
 
@@ -150,7 +153,7 @@ class TagReader(MessageReader):
     def _end_call(self, before: str, tag: str, parts: list[Part]) -> bool:
         """Ends the block of a call at a tag. Returns False if the text does not go on right after the tag."""
         call = None if tag == THINK[1] else self._call(before)
-        if call is None and _is_inside_string(before):  # so the tag is text
+        if call is None and UNFINISHED_STRING.fullmatch(before):  # so the tag is text
             quote = self._buffer.find('"', len(before))  # the string does not end before it
             self._searched = quote if quote >= 0 else len(self._buffer)
             return False
@@ -209,15 +212,6 @@ class TagReader(MessageReader):
             text = BARE[0] + text + BARE[1]
         match = FUNCTION.fullmatch(text)
         return _read_json(text) if match is None else _read_function(*match.groups(), self._functions)
-
-
-def _is_inside_string(text: str) -> bool:
-    """Returns whether JSON ends inside a string, in which tags count as text."""
-    try:
-        parse_json(text)
-    except ValueError as error:
-        return "Unterminated string" in str(error)
-    return False
 
 
 def _read_json(text: str) -> FunctionCall | None:
