@@ -19,7 +19,7 @@ from treeflash_jax.constraints.compiler.terms import Term, contains
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.decoding.automaton import NOWHERE
 from treeflash_jax.formats.messages.message_format import Function
-from treeflash_jax.formats.messages.tagged_messages import TagReader
+from treeflash_jax.formats.messages.tag_reader import TagReader
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 ANY, INTEGER = {"type": "any_text"}, {"type": "json_schema", "json_schema": {"type": "integer"}}

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from treeflash_jax.formats.messages.message_format import Content, Function, FunctionCall, Thought
-from treeflash_jax.formats.messages.tagged_messages import TagReader
+from treeflash_jax.formats.messages.tag_reader import TagReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "ü"}}\n</tool_call>'
 PARSED = ("add", {"x": 1, "y": "ü"})
@@ -82,6 +82,8 @@ def parse(text: str, size: int, **how) -> tuple[str, str, list]:
      ("", "", [("add", {"y": 'a" </tool_call>\\', "x": 1})])),
     *[(f"<tool_call>{block}</tool_call>So: {CALL}", {}, (f"<tool_call>{block}</tool_call>So: ", "", [PARSED]))
       for block in ('{"name": "5" tall"}', "{'name': 'say \"hi}", 'add "x', '{"name": x "y', '<function=add>"hi')],
+    (f'<tool_call>{{"name": "</tool_call>\n</tool_call>{CALL}', {},
+     ('<tool_call>{"name": "</tool_call>\n</tool_call>', "", [PARSED])),
     ("<tool_call>{'name': 'add', 'arguments': {'y': '\"hi'}}</tool_call>", {}, ("", "", [("add", {"y": '"hi'})])),
     (CODER.replace("2", "it's 5\""), {}, ("", "", [("add", {"x": 1, "y": "it's 5\"", "z": "a [\nb"})])),
 ])  # fmt: skip
@@ -130,8 +132,10 @@ def test_half_a_character_of_a_call_is_replaced(text, expected):
     f"<tool_call><function=add>{'<parameter=x>' * 16000}</function></tool_call>",
     f"<tool_call><function=add>{'<parameter=' * 16000}</function></tool_call>",
     '<tool_call>{"x": "' + 16000 * "</tool_call>",
+    '<tool_call>{"x": [' + 16000 * '"</tool_call>", ',
 ])  # fmt: skip
-def test_damaged_calls_are_read_in_linear_time(text):
+@pytest.mark.parametrize("size", [8, 1_000_000])
+def test_damaged_calls_are_read_in_linear_time(text, size):
     began = time.thread_time()
-    assert parse(text, len(text)) == (text, "", [])
+    assert parse(text, size) == (text, "", [])
     assert time.thread_time() - began < 1
