@@ -28,7 +28,7 @@ from treeflash_jax.engine.call.prompts import read_messages
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.comparison import compare_decodings, find_divergence
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.formats import model_files
+from treeflash_jax.formats import hub, model_files
 from treeflash_jax.models import decoder
 
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
@@ -216,6 +216,17 @@ def test_convert_knows_the_names_of_models(tmp_path):
 ])  # fmt: skip
 def test_conversions_that_cannot_be_end_with_one_line(tmp_path, capsys, folder, options, words):
     mistake(capsys, main, ["convert", str(folder), str(tmp_path / "new"), *options], words)
+
+
+@pytest.mark.parametrize("target, options, words", [
+    ("new", [], "owner/model without --to, or with --dtype"),
+    ("old", ["--to", "dflash"], "old exists; give a new folder"),
+])  # fmt: skip
+def test_conversions_of_hub_ids_are_refused_before_a_download(tmp_path, capsys, monkeypatch, target, options, words):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").touch()
+    monkeypatch.setattr(hub, "download", lambda *_: pytest.fail("downloaded"))
+    mistake(capsys, main, ["convert", "owner/model", str(tmp_path / target), *options], words)
 
 
 @pytest.fixture
