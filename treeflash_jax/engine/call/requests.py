@@ -117,15 +117,16 @@ def check_ids(number: int, ids: Sequence[int], vocab_size: int) -> None:
 
 def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifier: ModelConfig) -> None:
     check_ids(number, ids, verifier.vocab_size)
+    where = f"prompt {number}"
     least, most = settings.min_new_tokens, settings.max_new_tokens
     if len(ids) + most > verifier.max_positions:
         raise ValueError(
-            f"prompt {number}: got {len(ids)} prompt tokens + {most} new tokens, "
+            f"{where}: got {len(ids)} prompt tokens + {most} new tokens, "
             f"expected at most {verifier.max_positions} together (the verifier's context)"
         )
-    expect(least <= most, "min_new_tokens", least, f"at most {most}")
+    expect(least <= most, "min_new_tokens", least, f"at most {most}", where)
     for token in settings.logit_bias or ():
-        expect(0 <= token < verifier.vocab_size, "logit_bias of id", token, f"0 to {verifier.vocab_size - 1}")
+        expect(0 <= token < verifier.vocab_size, "logit_bias of id", token, f"0 to {verifier.vocab_size - 1}", where)
 
 
 def find_stops(
