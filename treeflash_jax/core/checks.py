@@ -39,6 +39,10 @@ class WrongValue(ValueError):
         return WrongValue(name, self._ending, self._where)
 
 
+class NoRoom(ValueError):
+    """Raised if a prompt and its answer exceed the verifier's context, or the memory of the device."""
+
+
 def refusal(name: str, value: Any, expected: str, where: str = "") -> WrongValue:
     """Returns the error of `expect`, to be raised."""
     return WrongValue(name, f"{quoted(value)}, expected {expected}", where)

@@ -6,7 +6,7 @@ from functools import partial
 
 from treeflash_jax.constraints.compilation import Constraint, answer_constraint, find_constraint
 from treeflash_jax.constraints.tables import AutomatonTable
-from treeflash_jax.core.checks import WrongValue, coerce, expect
+from treeflash_jax.core.checks import NoRoom, WrongValue, coerce, expect
 from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
@@ -120,7 +120,7 @@ def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifie
     where = f"prompt {number}"
     least, most = settings.min_new_tokens, settings.max_new_tokens
     if len(ids) + most > verifier.max_positions:
-        raise ValueError(
+        raise NoRoom(
             f"{where}: got {len(ids)} prompt tokens + {most} new tokens, "
             f"expected at most {verifier.max_positions} together (the verifier's context)"
         )
