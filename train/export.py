@@ -166,16 +166,15 @@ def card(
     step: int,
     lines: list[watch.StepMetrics],
 ) -> str:
-    """Returns a model card with the drafter, the settings of its run, and the last held-out metrics in the log's lines."""
-    last: dict[str, Any] = {}
-    for line in lines:
-        last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
-    measured = []
-    for name, value in last.items():
-        values = value if isinstance(value, list) else [value]
-        shown = ("-" if x is None else f"{x:.3f}" for x in values)
-        measured.append(f"| {name.removeprefix('held_out/')} | {' '.join(shown)} |")
-    measured_table = "\n".join(measured) or "| none was measured | |"
+    """Returns a model card with the drafter, the settings of its run, and the last held-out metrics in the log's lines.
+
+    Its title and commands have only the last part of local paths.
+    """
+    verifier, folder = trained.verifier, Path(settings.out).resolve().name
+    places = f"`{folder}` stands for the path of this folder"
+    if Path(verifier).exists():
+        verifier = Path(verifier).resolve().name
+        places += f", and `{verifier}` for that of its verifier"
     header = f"license: {json.dumps(settings.licence)}\n"  # JSON is YAML
     base_model = HUB_IDS.get(trained.verifier, trained.verifier)
     if hub.is_hub_id(base_model) and not Path(base_model).exists():
@@ -186,17 +185,17 @@ def card(
 tags: [speculative-decoding, {json.dumps(dialect)}]
 ---
 
-# A {drafter.kind} drafter for {trained.verifier}
+# A {drafter.kind} drafter for {verifier}
 
 Drafts continuations for lossless speculative decoding: it changes the speed of its verifier, never its output. Trained with
-treeflash_jax.
+treeflash_jax. Below, {places}.
 
     import treeflash_jax as tf
-    model = tf.load(verifier={json.dumps(trained.verifier)}, drafter={json.dumps(settings.out)})
+    model = tf.load(verifier={json.dumps(verifier)}, drafter={json.dumps(folder)})
 
-or, on the command line (the second path is this folder, wherever it lies):
+or, on the command line:
 
-    treeflash generate --verifier {shlex.quote(trained.verifier)} --drafter {shlex.quote(settings.out)} --chat "Hello"
+    treeflash generate --verifier {shlex.quote(verifier)} --drafter {shlex.quote(folder)} --chat "Hello"
 
 | drafter | |
 |---|---|
@@ -210,7 +209,7 @@ or, on the command line (the second path is this folder, wherever it lies):
 
 | metric | value |
 |---|---|
-{measured_table}
+{held_out_rows(lines)}
 
 `top1`, `overlap`: per slot, given the right token before it. `tau_n`: tokens committed per round, trees of n nodes (root
 included).
@@ -221,6 +220,19 @@ included).
 {run_config.dump(trained).strip()}
 ```
 """
+
+
+def held_out_rows(lines: list[watch.StepMetrics]) -> str:
+    """Returns the rows of a table with the last held-out metrics in the log's lines."""
+    last: dict[str, Any] = {}
+    for line in lines:
+        last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
+    rows = []
+    for name, value in last.items():
+        values = value if isinstance(value, list) else [value]
+        shown = ("-" if x is None else f"{x:.3f}" for x in values)
+        rows.append(f"| {name.removeprefix('held_out/')} | {' '.join(shown)} |")
+    return "\n".join(rows) or "| none was measured | |"
 
 
 if __name__ == "__main__":

@@ -19,16 +19,17 @@ from safetensors.numpy import load_file
 import treeflash_jax as tf
 from treeflash_jax.bench import verdicts
 from treeflash_jax.cli import chat, commands
-from treeflash_jax.cli.chat_commands import COMMANDS, SETTING, Conversation, parse_value
+from treeflash_jax.cli.chat_commands import COMMANDS, SETTING, Conversation, obey, parse_value
 from treeflash_jax.cli.commands import main
 from treeflash_jax.cli.prompt_options import parse_prompts
+from treeflash_jax.core.checks import NoRoom
 from treeflash_jax.core.json_files import read_jsonl
 from treeflash_jax.engine import comparison, loading
 from treeflash_jax.engine.call.prompts import read_messages
 from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.comparison import compare_decodings, find_divergence
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.formats import model_files
+from treeflash_jax.formats import hub, model_files
 from treeflash_jax.models import decoder
 
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
@@ -218,6 +219,17 @@ def test_conversions_that_cannot_be_end_with_one_line(tmp_path, capsys, folder, 
     mistake(capsys, main, ["convert", str(folder), str(tmp_path / "new"), *options], words)
 
 
+@pytest.mark.parametrize("target, options, words", [
+    ("new", [], "owner/model without --to, or with --dtype"),
+    ("old", ["--to", "dflash"], "old exists; give a new folder"),
+])  # fmt: skip
+def test_conversions_of_hub_ids_are_refused_before_a_download(tmp_path, capsys, monkeypatch, target, options, words):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").touch()
+    monkeypatch.setattr(hub, "download", lambda *_: pytest.fail("downloaded"))
+    mistake(capsys, main, ["convert", "owner/model", str(tmp_path / target), *options], words)
+
+
 @pytest.fixture
 def converse(monkeypatch, capsys):
     """Types turns into `treeflash chat` and returns what is printed."""
@@ -382,7 +394,7 @@ def test_a_turn_that_fails_forgets_nothing(tiny, monkeypatch, stop):
     talk = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "Yes."}]
     console, settings = Console(file=io.StringIO(), width=200), {"max_new_tokens": 8}
     conversation = Conversation(model=tiny, console=console, settings=settings, messages=[*talk])
-    monkeypatch.setattr(TreeFlash, "prepare", Mock(side_effect=[ValueError("got caches, expected less"), None]))
+    monkeypatch.setattr(TreeFlash, "prepare", Mock(side_effect=[NoRoom("got caches, expected less"), None]))
     monkeypatch.setattr(TreeFlash, "stream", Mock(side_effect=stop))
     with pytest.raises(stop):
         chat.answer(conversation, "B")
@@ -406,17 +418,35 @@ def test_chat_answers_up_to_the_end_of_the_context_or_of_memory(tiny, monkeypatc
         chat.converse(tiny, console, max_new_tokens=limit)
     assert rooms == [context - length, 50]
     assert "cut at the context's end, 2,048 tokens" in (out := console.file.getvalue())
-    assert "cut: /set max_new_tokens 200 goes on" in out
+    assert "cut: /set max_new_tokens removes the limit" in out
 
     def refuse(model, prompts, max_new_tokens, **_):
         if max_new_tokens > 600:
-            raise ValueError("got caches, expected less")
+            raise NoRoom("got caches, expected less")
         return prepare(model, prompts, max_new_tokens=max_new_tokens)
 
     monkeypatch.setattr(TreeFlash, "prepare", refuse)
     monkeypatch.setattr("builtins.input", Mock(side_effect=["Hello.", "/quit"]))
     chat.converse(tiny, console)
     assert rooms[-1] == (context - length) // 4
+    assert "cut: no memory for a longer answer" in console.file.getvalue()
+
+
+def test_answers_have_room_for_their_least_number_of_tokens(tiny):
+    messages = [{"role": role, "content": "A"} for role in ("user", "assistant", "user")]
+    least = tiny.verifier.max_positions - len(tiny.encode(messages[2:]))
+    conversation = Conversation(model=tiny, console=Console(file=io.StringIO()), settings={}, messages=messages)
+    obey(conversation, f"/set min_new_tokens {least}")
+    assert conversation.make_room() == least and conversation.forgotten == 2
+
+
+def test_a_wrong_setting_is_not_taken_for_a_lack_of_room(tiny):
+    messages = [{"role": role, "content": "A"} for role in ("user", "assistant", "user")]
+    conversation = Conversation(model=tiny, console=Console(file=io.StringIO()), settings={}, messages=messages)
+    refused(lambda: obey(conversation, "/set max_new_tokens [9]"), "max_new_tokens (9,), expected one value")
+    conversation.settings = {"temperature": -1.0}
+    refused(conversation.make_room, "temperature -1.0")
+    assert conversation.forgotten == 0
 
 
 def test_a_conversation_that_outgrows_the_context_forgets_its_oldest_turns(tiny, heard, converse, tmp_path):
@@ -438,7 +468,7 @@ def test_a_conversation_that_outgrows_the_context_forgets_its_oldest_turns(tiny,
 def test_a_conversation_that_outgrows_the_memory_forgets_its_oldest_turns(heard, converse, monkeypatch):
     def prepare(model, prompts, **_):
         if len(prompts) > 3:
-            raise ValueError("got caches, expected less")
+            raise NoRoom("got caches, expected less")
 
     monkeypatch.setattr(TreeFlash, "prepare", prepare)
     for options in ([], ["--max-new-tokens", "24"]):

@@ -141,14 +141,14 @@ def test_thoughts_come_before_a_constraint(tiny):
 
     encode = tiny.tokenizer.encode
     prompts = [tf.Text("Hm. <think>\n"), tf.Text("Hm.")]
-    _, (thoughtful, plain) = tiny.settings_and_requests(prompts, choices=["yes", "no"])
+    thoughtful, plain = tiny.prepare(prompts, choices=["yes", "no"]).requests
     for text in 'a "b" </thi</think>\n\nyes', "</think>no":
         assert can_answer(thoughtful.automaton, encode(text)) and not can_answer(plain.automaton, encode(text))
     for text in "yes", "</think>maybe", "a</think>\n\n\nyes":
         assert not can_answer(thoughtful.automaton, encode(text))
     whole = {"type": "regex", "pattern": "[0-9]"}  # a structural tag describes thoughts as well
     for constraint in {"schema": {"type": "integer"}}, {"pattern": "[0-9]"}, {"structural_tag": whole}:
-        _, [request] = tiny.settings_and_requests([tf.Text("Hm. <think>\n")], **constraint)
+        [request] = tiny.prepare([tf.Text("Hm. <think>\n")], **constraint).requests
         is_behind = can_answer(request.automaton, encode("Hm.</think>\n5"))
         assert is_behind == ("structural_tag" not in constraint) != can_answer(request.automaton, encode("5"))
     tokenizer = tokenizers.Tokenizer(copy.deepcopy(tiny.tokenizer.inner))
@@ -163,7 +163,7 @@ def test_thoughts_come_before_a_constraint(tiny):
 
 def test_answers_share_the_table_of_their_constraint(tiny):
     """Regression: every sample had its own copy, padded to the size of the programs."""
-    _, requests = tiny.settings_and_requests(["x"], schema=FLAGS, samples=3)
+    requests = tiny.prepare(["x"], schema=FLAGS, samples=3).requests
     assert len({id(request.automaton.next_qc) for request in requests}) == 1
 
 
@@ -172,12 +172,12 @@ def test_the_constraints_of_the_last_calls_are_not_compiled_again(tiny, monkeypa
     monkeypatch.setattr(compilation, "compile_bytes", lambda *args: compiled.append(args[1]) or compile_bytes(*args))
     monkeypatch.setattr(compilation, "_stored", {})
     monkeypatch.setattr(compilation, "_num_stored_bytes", 0)
-    [first] = tiny.settings_and_requests(["x"], pattern="x")[1]
+    [first] = tiny.prepare(["x"], pattern="x").requests
     monkeypatch.setattr(compilation, "MOST_STORED_BYTES", 2.5 * first.automaton.num_bytes)
     for pattern in "yxzxy":  # y is the oldest when z is added
-        tiny.settings_and_requests(["x"], pattern=pattern)
+        tiny.prepare(["x"], pattern=pattern)
     assert "".join(compiled) == "xyzy"
-    assert first.automaton is tiny.settings_and_requests(["another"], pattern="x")[1][0].automaton
+    assert first.automaton is tiny.prepare(["another"], pattern="x").requests[0].automaton
 
 
 def test_stored_tables_keep_no_tokenizer_alive(tiny):

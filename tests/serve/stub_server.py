@@ -10,6 +10,7 @@ from stub_worker import StubRequestMaker
 import treeflash_jax as tf
 from treeflash_jax.constraints.compilation import Constraint, compile_constraint
 from treeflash_jax.constraints.compile_bytes import Run
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.serve import process
@@ -24,11 +25,11 @@ class BusyRequestMaker(StubRequestMaker):
         print("working", flush=True)
         compile_constraint(constraint, tokenizer, tokenizer.stop_ids, len(tokenizer.inner), run=run)
 
-    def make_requests(self, prompts, **settings) -> list[object]:
+    def make_requests(self, prompts, **settings) -> list[Request]:
         print("working", flush=True)
         while WORK == "requests":
             pass
-        return [object()]
+        return super().make_requests(prompts, **settings)
 
 
 class BusyWorker(threading.Thread):

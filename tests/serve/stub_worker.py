@@ -14,6 +14,7 @@ import treeflash_jax as tf
 from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint
 from treeflash_jax.constraints.compile_bytes import Run
 from treeflash_jax.engine.answers.results import Chunk, Result
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
 from treeflash_jax.serve.process import Server
@@ -31,14 +32,15 @@ class StubRequestMaker:
     def encode(self, prompts: list[Any]) -> list[list[int]]:
         return [[1]] * len(prompts)
 
-    def find_constraints(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[Constraint]:
-        return [Constraint(kind, str(settings[kind])) for kind in CONSTRAINT_NAMES if kind in settings]
-
     def compile(self, constraint: Constraint, run: Run) -> None:
         pass
 
-    def make_requests(self, prompts: list[list[int]], samples: int = 1, **settings: Any) -> list[Any]:
-        return [object()] * len(prompts) * samples
+    def make_requests(self, prompts: list[list[int]], samples: int = 1, **settings: Any) -> list[Request]:
+        constraints = [Constraint(kind, str(settings[kind])) for kind in CONSTRAINT_NAMES if kind in settings]
+        return [Request(ids=ids, constraint=next(iter(constraints), None)) for ids in prompts * samples]
+
+    def add_automata(self, requests: list[Request], automata: dict[Constraint, None]) -> list[Request]:
+        return requests
 
 
 def stub_worker(**more: Any) -> SimpleNamespace:

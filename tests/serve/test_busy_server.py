@@ -83,15 +83,15 @@ def test_a_thread_that_cannot_start_blocks_no_later_one(monkeypatch):
 
 @pytest.mark.parametrize("place, name", [
     (responses, "read_response_tools"), (responses, "offered_tools"), (Tools, "check"), (CallReader, "check_model"),
-    (call_reader, "model_settings"), (StubRequestMaker, "find_constraints"),
+    (call_reader, "model_settings"), (StubRequestMaker, "make_requests"),
 ])  # fmt: skip
 def test_reading_a_body_stops_no_other_client(monkeypatch, place, name):
     begins, ends, waited, step = threading.Event(), threading.Event(), [], getattr(place, name)
 
-    def slow_step(*args: Any) -> Any:
+    def slow_step(*args: Any, **settings: Any) -> Any:
         begins.set()
         waited.append(ends.wait(30))
-        return step(*args)
+        return step(*args, **settings)
 
     async def run() -> None:
         async with client_of(stub_worker()) as http:

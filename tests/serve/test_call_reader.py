@@ -44,7 +44,7 @@ def test_answers_have_the_calls_that_a_request_allows(tiny, fields, answers):
     if answers is None:
         assert settings == {}
         return
-    _, [request] = model.settings_and_requests(prompts, **settings)
+    [request] = model.prepare(prompts, **settings).requests
     table = request.automaton
     for text, is_allowed in answers.items():
         state = 0

@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import re
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,6 +11,7 @@ from stub_worker import StubRequestMaker, stub_worker
 
 from treeflash_jax.constraints.tables import allow_all
 from treeflash_jax.core import programs
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.serve import http_answers
 from treeflash_jax.serve.app import make_app
 from treeflash_jax.serve.metrics import Metrics
@@ -121,7 +121,8 @@ def test_the_server_forgets_answers_whose_automata_are_too_large_together(monkey
     tables = {name: allow_all.__wrapped__(8) for name in "abc"}
     monkeypatch.setattr(http_answers, "MOST_STORED_BYTES", 2 * sum(array.nbytes for array in tables["a"]))
     maker = StubRequestMaker(
-        encode=lambda prompts: prompts, make_requests=lambda prompts, **_: [SimpleNamespace(automaton=tables[prompts[0]])]
+        encode=lambda prompts: prompts,
+        make_requests=lambda prompts, **_: [Request(ids=[], automaton=tables[prompts[0]])],
     )
     app = make_app(stub_worker(request_maker=maker), Metrics(), has_page=True)
 

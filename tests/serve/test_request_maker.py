@@ -28,11 +28,12 @@ def test_a_request_has_the_automata_that_were_compiled_for_it(tiny, monkeypatch)
 
 
 def test_constraints_of_prompts(tiny):
-    prompts, settings = [tiny.tokenizer.encode("a"), tiny.tokenizer.encode("a <think>")], {"pattern": "[017]{1,3}"}
+    prompts, pattern = [tiny.tokenizer.encode("a"), tiny.tokenizer.encode("a <think>")], "[017]{1,3}"
     maker, without = (RequestMaker(tiny, tf.GenerateConfig(), context=64, schema_states=states) for states in (256, 0))
-    assert {constraint.kind for constraint in maker.find_constraints(prompts, settings)} == {"pattern", "structural_tag"}
-    assert maker.find_constraints(prompts, {}) == set()
-    refused(lambda: without.find_constraints(prompts, settings), "this server follows no constraints")
+    kinds = [request.constraint.kind for request in maker.make_requests(prompts, pattern=pattern)]
+    assert kinds == ["pattern", "structural_tag"]
+    assert {request.constraint for request in maker.make_requests(prompts)} == {None}
+    refused(lambda: without.make_requests(prompts, pattern=pattern), "this server follows no constraints")
 
 
 @pytest.mark.parametrize("field, fields", [

@@ -63,7 +63,7 @@ class Clients:
         inner = SimpleNamespace(chat_template="tools <think> <tool_call>", decode=lambda ids, **how: "")
         self.worker = stub_worker(
             model=SimpleNamespace(names=("tiny",), tokenizer=Tokenizer(inner)), submit=self.submit, _limit=1000,
-            request_maker=StubRequestMaker(encode=self.encode, make_requests=lambda prompts, **settings: prompts),
+            request_maker=StubRequestMaker(encode=self.encode),
         )  # fmt: skip
 
     def encode(self, prompts: list[Any]) -> list[list[int]]:
@@ -75,7 +75,7 @@ class Clients:
         return [list(hashlib.sha256(json.dumps([messages, chat.tools], sort_keys=True).encode()).digest())]
 
     def submit(self, submission: Submission) -> None:
-        [ids] = submission.requests
+        ids = submission.requests[0].ids
         if self.random() < 0.1:
             submission.pieces.put_nowait(RuntimeError("the device is lost"))
             return

@@ -129,7 +129,7 @@ def test_a_card_states_what_readers_of_the_folder_get(toy, unmeasured, tmp_path,
 def test_the_base_model_of_a_card_is_a_hub_id(toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
-    settings = export.ExportConfig(run="runs/head", out="drafter", licence="no: 1")
+    settings = export.ExportConfig(run="runs/head", out=str(toy.parent / "drafter"), licence="no: 1")
     qwen = "Qwen/Qwen3-4B"
     base_models = {qwen: qwen, "smollm2": export.HUB_IDS["smollm2"], str(toy): None, "models/mine": None, "tiny": None}
     for verifier, base_model in base_models.items():
@@ -138,6 +138,9 @@ def test_the_base_model_of_a_card_is_a_hub_id(toy, tmp_path, monkeypatch):
         header = {"license": "no: 1", "library_name": "treeflash-jax", "tags": ["speculative-decoding", "dflash"]}
         expected = header if base_model is None else header | {"base_model": base_model}
         assert yaml.safe_load(card.split("---\n")[1]) == expected, verifier
+        shown = verifier.rpartition("/")[2] if base_model is None else verifier
+        usage = card.partition("## Held out")[0]
+        assert usage.count(shown) >= 3 and str(toy.parent) not in usage and "--drafter drafter" in usage
 
 
 def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, monkeypatch, capsys):

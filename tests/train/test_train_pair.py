@@ -98,8 +98,11 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, hy
     assert drafted["identical"] == 2 and drafted["tau"] >= 1 and drafted["speedup"]["value"] > 0
     card = (tmp_path / "pair" / "model" / "README.md").read_text()
     [line] = [line.strip() for line in card.splitlines() if "tf.load(" in line]
+    (tmp_path / "pair" / hybrid.rpartition("/")[2]).symlink_to(hybrid)
     scope = {"tf": SimpleNamespace(load=load)}
-    exec(line, scope)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "pair")  # the card has only the last part of local paths
+        exec(line, scope)
     assert scope["model"].drafter.block_size == 4 and scope["model"].drafter.head == "mlp"
     ran.clear()
     pair.main(replace(settings, measure=settings.measure | {"new_tokens": 5}))

@@ -85,7 +85,9 @@ def answer(conversation: Conversation, message: str) -> None:
     conversation.messages.append({"role": "assistant", "content": text})
     conversation.last = result
     if result is not None:
-        end = ending(result, model.verifier.max_positions, "/set max_new_tokens")
+        is_limited = "max_new_tokens" in conversation.settings
+        advice = "/set max_new_tokens removes the limit" if is_limited else "no memory for a longer answer"
+        end = ending(result, model.verifier.max_positions, advice)
         console.print(f"[dim]{format_statistics(result)}, {result.tokens_per_second:.0f} tokens/s, {end}[/dim]")
 
 
@@ -93,14 +95,19 @@ def format_statistics(result: Result) -> str:
     return f"{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}"
 
 
-def ending(result: Result, context: int, option: str = "--max-new-tokens") -> str:
-    """Returns why an answer ended and, if `max_new_tokens` cut it, how to continue; `context` is the verifier's limit."""
+def ending(result: Result, context: int, advice: str | None = None) -> str:
+    """Returns why an answer ended.
+
+    Args:
+      context: the verifier's limit on prompt and answer together.
+      advice: words for an answer that ended before its context did; None: an option of `generate` for a longer answer.
+    """
     room = context - len(result.prompt_ids)
     if result.finished != "length":
         return result.finished
     if len(result.ids) == room:
         return f"cut at the context's end, {context:,} tokens"
-    return f"cut: {option} {min(4 * len(result.ids), room)} goes on"
+    return f"cut: {advice or f'--max-new-tokens {min(4 * len(result.ids), room)} goes on'}"
 
 
 class Lines(Live):

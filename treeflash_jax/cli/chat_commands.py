@@ -11,14 +11,14 @@ from rich.console import Console
 from treeflash_jax.cli.arguments import note_single_choice, read_schema
 from treeflash_jax.cli.prompt_options import CHATS, add_system
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import expect, hint
+from treeflash_jax.core.checks import NoRoom, expect, hint
 from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.json_files import parse_json
 from treeflash_jax.core.settings import coerce_field, field_names
 from treeflash_jax.engine.answers.results import Result
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.schedule.session import Session
-from treeflash_jax.engine.settings.generate_config import REFUSED, RETURNED, GenerateConfig
+from treeflash_jax.engine.settings.generate_config import LIST_SETTINGS, REFUSED, RETURNED, GenerateConfig
 
 COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", flags=re.DOTALL)  # does not match /usr/bin or // in pasted text
 QUIT = ("/quit", "/exit")  # turns that end a conversation
@@ -61,28 +61,31 @@ class Conversation:
 
     def validate(self, settings: dict[str, Any], system: str | None) -> None:
         """Raises ValueError for settings or a system message with which the model cannot answer. Computes nothing."""
-        self.model.prepare(add_system([HELLO], system), for_session=True, **{"max_new_tokens": 1} | settings)
+        for name, value in settings.items():
+            expect(name in LIST_SETTINGS or not isinstance(value, tuple), name, value, "one value, for all answers")
+        settings = {"max_new_tokens": settings.get("min_new_tokens") or 1} | settings
+        self.model.prepare(add_system([HELLO], system), for_session=True, **settings)
 
     def find_room(self) -> int:
         """Returns `max_new_tokens`, or the number of tokens left in the context; fewer if their caches do not fit memory.
 
-        Raises ValueError if context or memory has no room.
+        Raises NoRoom if context or memory has no room, also for `min_new_tokens`.
         """
-        limit = self.settings.get("max_new_tokens")
-        room = limit or max(1, self.model.verifier.max_positions - len(self.model.encode(self.prompt)))
+        limit, least = self.settings.get("max_new_tokens"), self.settings.get("min_new_tokens") or 1
+        room = limit or max(least, self.model.verifier.max_positions - len(self.model.encode(self.prompt)))
         while True:
             try:
                 self.model.prepare(self.prompt, for_session=True, **self.settings | {"max_new_tokens": room})
                 return room
-            except ValueError:
-                if limit or room <= LEAST_ROOM:
+            except NoRoom:
+                if limit or room <= max(least, LEAST_ROOM):
                     raise
-            room //= 2
+            room = max(least, room // 2)
 
     def make_room(self) -> int:
         """Drops the oldest turns until the next answer has room. Returns the number of its tokens, as `find_room` does.
 
-        Raises ValueError if there is no room for an answer even to the last message alone.
+        Raises NoRoom if there is no room for an answer even to the last message alone.
         """
         before = self.forgotten
         while True:
@@ -91,7 +94,7 @@ class Conversation:
                 room = self.find_room()
                 if room >= LEAST_ROOM or is_alone or self.settings.get("max_new_tokens"):
                     break
-            except ValueError:
+            except NoRoom:
                 if is_alone:
                     raise
             self.forgotten += 2  # one message and its answer

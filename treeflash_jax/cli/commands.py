@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import logging
+import os
 import sys
 import textwrap
 from collections import Counter
@@ -20,7 +21,7 @@ from treeflash_jax.cli.arguments import Parser, add_settings, note_single_choice
 from treeflash_jax.cli.chat import ChatOptions, converse, ending, format_statistics
 from treeflash_jax.cli.chat_commands import NOT_IN_CHAT
 from treeflash_jax.cli.prompt_options import add_prompts, describe_prompt, parse_prompts
-from treeflash_jax.core import programs
+from treeflash_jax.core import files, programs
 from treeflash_jax.core.dtypes import dtype_name
 from treeflash_jax.core.error_text import LONGEST_PATH, clipped, logger
 from treeflash_jax.core.exit_status import exit_status
@@ -35,7 +36,7 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.settings import pairs
 from treeflash_jax.engine.settings.generate_config import RETURNED, GenerateConfig
 from treeflash_jax.engine.settings.model_options import load_arguments
-from treeflash_jax.formats import dialects, gguf_reader, model_files
+from treeflash_jax.formats import dialects, gguf_reader, hub, model_files
 from treeflash_jax.serve.options import ServeOptions
 
 
@@ -225,18 +226,23 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    source = pairs.locate(arguments.source, "drafter" if arguments.to else "verifier")
-    is_gguf = gguf_reader.is_gguf(source)
+    files.check_folder(arguments.target)  # before a download
+    name, part = arguments.source, "drafter" if arguments.to else "verifier"
+    is_on_hub = hub.is_hub_id(name) and not os.path.exists(name) and not gguf_reader.is_gguf(name)
+    source = None if is_on_hub else pairs.locate(name, part)  # Hub ids are downloaded after all checks
+    is_gguf = source is not None and gguf_reader.is_gguf(source)
     if is_gguf and (arguments.to or arguments.drop_head):
         raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")
     if not is_gguf and (arguments.to is None or arguments.dtype):
-        layouts = " or ".join(f"--to {name}" for name in dialects.written())
-        got = f"{clipped(arguments.source, LONGEST_PATH)} without --to, or with --dtype"
+        layouts = " or ".join(f"--to {layout}" for layout in dialects.written())
+        got = f"{clipped(name, LONGEST_PATH)} without --to, or with --dtype"
         raise ValueError(f"got {got}; expected a GGUF file, or a drafter folder with {layouts} alone")
     if is_gguf:
         model_files.convert_gguf(source, arguments.target, arguments.dtype or "float32")
     else:
-        model_files.convert_drafter(source, arguments.target, arguments.to, drop_head=arguments.drop_head)
+        model_files.convert_drafter(
+            source or pairs.locate(name, part), arguments.target, arguments.to, drop_head=arguments.drop_head
+        )
     show(f"wrote {arguments.target}")
     return 0
 

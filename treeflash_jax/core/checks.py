@@ -18,13 +18,13 @@ LIMITS = {  # keywords of limits on numbers, with their tests and their words in
 
 
 def expect(is_met: bool, name: str, value: Any, expected: str, where: str = "") -> None:
-    """Raises ValueError unless `is_met`. The message has the value, what was expected, and the file `where`, if any."""
+    """Raises ValueError unless `is_met`. The message has the value, what was expected, and the file or prompt `where`."""
     if not is_met:
         raise refusal(name, value, expected, where)
 
 
 class WrongValue(ValueError):
-    """Raised for a wrong value. Its text is "got NAME ENDING", after the file `where`, if any.
+    """Raised for a wrong value. Its text is "got NAME ENDING", after the file or prompt `where`, if any.
 
     Attributes:
       name: name of the value.
@@ -37,6 +37,10 @@ class WrongValue(ValueError):
     def renamed(self, name: str) -> "WrongValue":
         """Returns the error with another name of the value."""
         return WrongValue(name, self._ending, self._where)
+
+
+class NoRoom(ValueError):
+    """Raised if a prompt and its answer exceed the verifier's context, or the memory of the device."""
 
 
 def refusal(name: str, value: Any, expected: str, where: str = "") -> WrongValue:
@@ -61,7 +65,7 @@ def coerce(
 
     Args:
       name: name of the value in messages.
-      where: file that contains the value, if any.
+      where: file or prompt with the value, if any.
       says: expected value in words; "": the name of the type.
       from_text: whether to accept texts as numbers and numbers as texts, as command lines need.
       spelled: function that returns the usual form of a value with several forms.

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core.checks import NoRoom
 from treeflash_jax.core.dtypes import bits
 from treeflash_jax.drafters import Drafter
 from treeflash_jax.models import caches, decoder
@@ -142,13 +143,13 @@ def usable_memory(mesh: Mesh | None = None) -> int | None:
 
 
 def refuse_if_too_large(needs: Footprint, limit: int | None, mesh: Mesh | None = None) -> None:
-    """Raises ValueError if weights and caches exceed `limit` bytes; None disables the check."""
+    """Raises NoRoom if weights and caches exceed `limit` bytes; None disables the check."""
     if limit is None or needs.total <= limit:
         return
     cache_bytes = needs.verifier_cache + needs.drafter_cache
     parts = {"verifier": needs.verifier, "drafter": needs.drafter, "caches": cache_bytes}
     shown = "1 device" if mesh is None else "mesh " + " x ".join(str(size) for size in dict(mesh.shape).values())
-    raise ValueError(
+    raise NoRoom(
         f"got {' + '.join(f'{in_units(size)} {name}' for name, size in parts.items() if size)} = {in_units(needs.total)} "
         f"on a device of {in_units(limit)} ({shown}), expected at most its memory; "
         "use a larger mesh, a smaller dtype, or a smaller batch or context"

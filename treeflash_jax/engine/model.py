@@ -5,7 +5,7 @@ together (schedule/, decoding/). Results are then read from the state of the bat
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, Unpack
@@ -13,8 +13,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from treeflash_jax.constraints.compilation import Constraint
-from treeflash_jax.constraints.tables import AutomatonTable
+from treeflash_jax.constraints import compilation
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import coerce, integer
 from treeflash_jax.core.error_text import warn
@@ -251,6 +250,12 @@ class TreeFlash:
         continue. Logs once why nothing is drafted, and which of the model's recommended settings apply.
         """
         config, requests = self.settings_and_requests(prompts, config, indices=indices, **settings)
+        tokenizer, size, depth = self.tokenizer, self.verifier.vocab_size, config.schema_depth
+        automata = {
+            constraint: compilation.compile_constraint(constraint, tokenizer, self.stop_ids, size, depth)
+            for constraint in dict.fromkeys(request.constraint for request in requests if request.constraint is not None)
+        }
+        requests = [replace(request, automaton=automata.get(request.constraint)) for request in requests]
         batch_size = config.batch_size or choose_batch_size(len(requests))
         plan = self.plan(config, batch_size)
         if plan.why_plain is not None:
@@ -285,7 +290,6 @@ class TreeFlash:
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        automata: Mapping[Constraint, AutomatonTable] | None = None,
         **settings: Unpack[GenerateSettings],
     ) -> tuple[GenerateConfig, list[Request]]:
         """Returns the checked settings of a call, and what `make_requests` returns. It is the first part of `prepare`."""
@@ -298,5 +302,4 @@ class TreeFlash:
             tokenizer=self.tokenizer,
             stop_ids=self.stop_ids,
             indices=indices,
-            automata=automata,
         )

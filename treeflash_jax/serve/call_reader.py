@@ -10,10 +10,11 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint, as_tag
+from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, as_tag
 from treeflash_jax.core.checks import WrongValue
 from treeflash_jax.core.error_text import clipped, warn
 from treeflash_jax.engine.call.prompts import Prompt
+from treeflash_jax.engine.call.requests import Request
 from treeflash_jax.formats.messages import find_format
 from treeflash_jax.formats.messages.message_format import Demands
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -89,24 +90,25 @@ class CallReader:
         worker, maker = self.worker, self.worker.request_maker
         worker.check_room(call.num_answers)
 
-        def read_call() -> tuple[list[list[int]], dict[str, Any], set[Constraint]]:
+        def make_requests() -> tuple[list[Request], int]:
             prompts = self.encode(call)
             settings = model_settings(call, worker.model.tokenizer, prompts)
             if call.ends_with_context:
                 room = max(1, maker.context - max(map(len, prompts)))
                 settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
-            return prompts, settings, maker.find_constraints(prompts, settings)
+            return maker.make_requests(prompts, **settings), sum(map(len, prompts))
 
         try:
-            prompts, settings, constraints = await self.threads.run(read_call)
+            requests, num_tokens = await self.threads.run(make_requests)
+            constraints = dict.fromkeys(request.constraint for request in requests if request.constraint is not None)
             automata = {constraint: await self.compiler.compile(constraint) for constraint in constraints}
-            requests = await self.threads.run(lambda: maker.make_requests(prompts, automata=automata, **settings))
+            requests = maker.add_automata(requests, automata)
         except ValueError as error:
             sent_names = dict(call.sent_names)
             if "structural_tag" not in call.settings:  # the tag was made from tools
                 sent_names["structural_tag"] = "tools"
             raise _as_sent(error, sent_names) from None
-        return Submission(requests, streams=call.streams), sum(map(len, prompts))
+        return Submission(requests, streams=call.streams), num_tokens
 
     def check_model(self, name: str | None) -> None:
         """Raises HTTPException if this is not a name of the model."""

@@ -2,12 +2,12 @@
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint, answer_constraint, compile_constraint
+from treeflash_jax.constraints.compilation import CONSTRAINT_NAMES, Constraint, compile_constraint
 from treeflash_jax.constraints.compile_bytes import Run
 from treeflash_jax.constraints.tables import AutomatonTable
 from treeflash_jax.core.checks import expect
@@ -73,22 +73,6 @@ class RequestMaker:
             check_ids(number, ids, self.model.verifier.vocab_size)
         return encoded
 
-    def find_constraints(self, prompts: Sequence[list[int]], settings: dict[str, Any]) -> set[Constraint]:
-        """Returns the constraints to compile for answers to these prompts; none if the settings have no constraint.
-
-        A constraint describes the whole answer, thoughts included, and the end of a prompt decides whether thoughts come
-        first. So there are two constraints if that differs between prompts.
-
-        Raises ValueError for wrong JSON, and for any constraint if the server supports none.
-        """
-        for kind in CONSTRAINT_NAMES:
-            if kind in settings:
-                expect(self.sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
-                value = settings[kind] if isinstance(settings[kind], str) else tuple(settings[kind])
-                constraint = Constraint(kind, value)
-                return {answer_constraint(constraint, self.model.tokenizer, ids) for ids in prompts}
-        return set()
-
     def compile(self, constraint: Constraint, run: Run) -> AutomatonTable:
         """Returns the automaton of a constraint. Raises the ValueErrors of `compile_constraint`."""
         model = self.model
@@ -98,9 +82,12 @@ class RequestMaker:
     def make_requests(self, prompts: Sequence[list[int]], **settings: Any) -> list[Request]:
         """Returns the requests that `TreeFlash.generate` would make, but with new numbers and, by default, a random seed.
 
-        Settings may include `automata`, one for each of `find_constraints`. Raises ValueError for wrong settings, and for
-        more tokens than the context.
+        Their constraints are not compiled. Raises ValueError for wrong settings, for more tokens than the context, and for
+        any constraint if the server supports none.
         """
+        for kind in CONSTRAINT_NAMES:
+            if kind in settings:
+                expect(self.sizes.automaton is not None, kind, settings[kind], "none: this server follows no constraints")
         longest = max(map(len, prompts))
         max_new_tokens = settings.setdefault("max_new_tokens", max(1, self.context - longest))
         if longest + max_new_tokens > self.context:
@@ -109,20 +96,17 @@ class RequestMaker:
         settings = {"seed": secrets.randbits(32)} | settings
         _, requests = self.model.settings_and_requests(list(prompts), self.config, **settings)
         for request in requests:
-            self._check_sizes(request)
+            num_stop_ids, num_biases = len(request.settings.stop_ids), len(request.settings.logit_bias or ())
+            expect(num_stop_ids <= MAX_STOP_IDS, "number of stop_ids", num_stop_ids, f"at most {MAX_STOP_IDS}")
+            expect(num_biases <= MAX_BIASES, "number of bias", num_biases, f"at most {MAX_BIASES}")
         return [replace(request, number=next(self._numbers)) for request in requests]
 
-    def _check_sizes(self, request: Request) -> None:
-        """Raises ValueError for a request whose stop ids, biases or automaton do not fit the arrays."""
-        num_stop_ids, num_biases = len(request.settings.stop_ids), len(request.settings.logit_bias or ())
-        expect(num_stop_ids <= MAX_STOP_IDS, "number of stop_ids", num_stop_ids, f"at most {MAX_STOP_IDS}")
-        expect(num_biases <= MAX_BIASES, "number of bias", num_biases, f"at most {MAX_BIASES}")
-        if request.automaton is None:
-            return
-        if self.sizes.automaton is None:
-            raise ValueError("got a constraint of the answer, expected none: this server follows no schemas")
-        states, classes = request.automaton.next_qc.shape
-        max_states, max_classes, _ = self.sizes.automaton
-        expected = f"at most {max_states}: start the server with --schema-states"
-        expect(states <= max_states, "states of a schema", states, expected)
-        expect(classes <= max_classes, "kinds of tokens of a constraint", classes, f"at most {max_classes}")
+    def add_automata(self, requests: Sequence[Request], automata: Mapping[Constraint, AutomatonTable]) -> list[Request]:
+        """Returns requests with the automata of their constraints. Raises ValueError for an automaton above the sizes."""
+        for automaton in automata.values():
+            states, classes = automaton.next_qc.shape
+            max_states, max_classes, _ = self.sizes.automaton
+            expected = f"at most {max_states}: start the server with --schema-states"
+            expect(states <= max_states, "states of a schema", states, expected)
+            expect(classes <= max_classes, "kinds of tokens of a constraint", classes, f"at most {max_classes}")
+        return [replace(request, automaton=automata.get(request.constraint)) for request in requests]

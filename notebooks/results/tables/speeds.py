@@ -56,8 +56,9 @@ def speeds() -> str:
     paces = [f"{ways[key]:.0f}" for key in (("none", "one token", None), ("TreeFlash", "tree", 16))]
     rows.append(["`tiny`", "2 CPU cores, float32", *paces, "-"])
     note = (
-        "- Tokens per second, prompts included: T = 0, batch 1, 64 new tokens\n"
-        "- Drafted: 8 nodes in bfloat16, 16 in float32; drafting slows the toy pair `tiny`\n"
+        "- Tokens/s, prompts included: greedy, batch 1, 64 new tokens\n"
+        "- Drafted: 8 nodes in bfloat16, 16 in float32; drafting slows toy `tiny`\n"
+        "- 4-bit weights: fewer bytes, other answers\n"
         "- Commands: [SmolLM2](notebooks/results/peers_smollm2.md), [tiny](notebooks/results/drafters_tiny.md)"
     )
     return section("model | device | one token at a time | drafted | llama.cpp, 4-bit", rows, note)

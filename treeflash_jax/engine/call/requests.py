@@ -1,12 +1,12 @@
 """Requests: one for every answer of a call, with the settings of its sampling."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from treeflash_jax.constraints import compilation
+from treeflash_jax.constraints.compilation import Constraint, answer_constraint, find_constraint
 from treeflash_jax.constraints.tables import AutomatonTable
-from treeflash_jax.core.checks import WrongValue, coerce, expect
+from treeflash_jax.core.checks import NoRoom, WrongValue, coerce, expect
 from treeflash_jax.core.error_text import quoted
 from treeflash_jax.core.settings import changed
 from treeflash_jax.drafters import Drafter
@@ -25,7 +25,8 @@ class Request:
     Attributes:
       ids: token ids of the prompt.
       settings: settings of the call with one value each, and the stops and temperatures that apply.
-      automaton: automaton of the tokens that the constraint allows; None without a constraint.
+      constraint: constraint of the whole answer, thoughts included; None if there is none.
+      automaton: automaton of the tokens that the constraint allows; None without a constraint, or before it is compiled.
       index: number that the random key depends on; by default the index of the prompt in its call.
       sample: index of the answer among those to the same prompt.
       number: index of the answer in its call.
@@ -33,6 +34,7 @@ class Request:
 
     ids: list[int]
     settings: GenerateConfig = field(default_factory=partial(GenerateConfig, drafter_temperature=1.0, stop_ids=()))
+    constraint: Constraint | None = None
     automaton: AutomatonTable | None = None
     index: int = 0
     sample: int = 0
@@ -48,19 +50,17 @@ def make_requests(
     tokenizer: Tokenizer | None = None,
     stop_ids: Sequence[int] = (),
     indices: Sequence[int] | None = None,
-    automata: Mapping[compilation.Constraint, AutomatonTable] | None = None,
 ) -> list[Request]:
-    """Makes one request per prompt and sample, prompt by prompt.
+    """Makes one request per prompt and sample, prompt by prompt. Their constraints are not compiled.
 
     Args:
       tokenizer: tokenizer of the verifier; needed for stop strings and constraints only.
       stop_ids: ids that end an answer unless the settings have `stop_ids`.
       indices: one index per prompt for its random key; None counts from 0, or is 0 with a list of seeds.
-      automata: automata of all constraints of answers; None compiles them.
 
     Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length,
     and `min_new_tokens` above `max_new_tokens`. It also raises the errors of `find_stops` for stops, and those of
-    `find_constraint`, `answer_constraint` and `compile_constraint` for constraints.
+    `find_constraint` and `answer_constraint` for constraints.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")
@@ -75,14 +75,9 @@ def make_requests(
         temperature = 0.0 if settings.temperature < GREEDY_BELOW else settings.temperature
         end_ids = stop_ids if settings.stop_ids is None else settings.stop_ids
         stop, end_ids = find_stops(settings.stop, end_ids, tokenizer, verifier.vocab_size)
-        automaton, constraint = None, compilation.find_constraint(settings)
+        constraint = find_constraint(settings)
         if constraint is not None:
-            constraint = compilation.answer_constraint(constraint, tokenizer, ids)
-            if automata is None:
-                size, depth = verifier.vocab_size, settings.schema_depth
-                automaton = compilation.compile_constraint(constraint, tokenizer, stop_ids, size, depth)
-            else:
-                automaton = automata[constraint]
+            constraint = answer_constraint(constraint, tokenizer, ids)
             end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))  # an automaton allows `stop_ids` after a whole answer
         drafter_temperature = settings.drafter_temperature
         if drafter_temperature is None:
@@ -90,7 +85,7 @@ def make_requests(
         settings = replace(
             settings, temperature=temperature, drafter_temperature=drafter_temperature, stop=stop, stop_ids=end_ids
         )
-        request = Request(ids=ids, settings=settings, automaton=automaton, index=index)
+        request = Request(ids=ids, settings=settings, constraint=constraint, index=index)
         requests += [replace(request, sample=j, number=len(requests) + j) for j in range(config.samples)]
     return requests
 
@@ -122,15 +117,16 @@ def check_ids(number: int, ids: Sequence[int], vocab_size: int) -> None:
 
 def _check_prompt(number: int, ids: list[int], settings: GenerateConfig, verifier: ModelConfig) -> None:
     check_ids(number, ids, verifier.vocab_size)
+    where = f"prompt {number}"
     least, most = settings.min_new_tokens, settings.max_new_tokens
     if len(ids) + most > verifier.max_positions:
-        raise ValueError(
-            f"prompt {number}: got {len(ids)} prompt tokens + {most} new tokens, "
+        raise NoRoom(
+            f"{where}: got {len(ids)} prompt tokens + {most} new tokens, "
             f"expected at most {verifier.max_positions} together (the verifier's context)"
         )
-    expect(least <= most, "min_new_tokens", least, f"at most {most}")
+    expect(least <= most, "min_new_tokens", least, f"at most {most}", where)
     for token in settings.logit_bias or ():
-        expect(0 <= token < verifier.vocab_size, "logit_bias of id", token, f"0 to {verifier.vocab_size - 1}")
+        expect(0 <= token < verifier.vocab_size, "logit_bias of id", token, f"0 to {verifier.vocab_size - 1}", where)
 
 
 def find_stops(
