@@ -63,6 +63,7 @@ def test_what_the_prompt_begins_goes_on(size):
     assert read("er.\n<channel|>Yes", size, OPEN + "Oth") == [Thought("er.\n"), Content("Yes")]
     assert read("Yes", size, PROMPT + CALL + "<|tool_response>response:add{}<tool_response|>") == [Content("Yes")]
     assert read("a {b}", size, "A text without turns ") == [Content("a {b}")]
+    assert read(CALL[30:], size, PROMPT + CALL[:30]) == [call(ARGUMENTS)]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

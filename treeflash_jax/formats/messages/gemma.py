@@ -91,9 +91,7 @@ class GemmaReader(TokenReader):
         if turn_starts:
             for id in prompt_ids[turn_starts[-1] + 1 :]:
                 self._read(id)
-        has_name = self._has_name
-        self._enter(self._block, prompt_ids)
-        self._has_name = has_name
+        self._begin_text(prompt_ids)
 
     def _read(self, id: int) -> list[Part]:
         marker = self._markers.get(id)
@@ -113,12 +111,12 @@ class GemmaReader(TokenReader):
     def _end(self) -> list[Part]:
         return self._leave()
 
-    def _enter(self, block: str | None, before: Sequence[int] = ()) -> None:
+    def _enter(self, block: str | None) -> None:
         """Begins a channel, a call, or content (None)."""
         self._block = block
         self._call_ids: list[int] = []
         self._has_name = block != CHANNEL[0]  # a channel's name is its first line
-        self._begin_text(before)
+        self._begin_text()
 
     def _leave(self, is_whole: bool = False) -> list[Part]:
         """Ends a block; returns the end of its text, or the call."""
